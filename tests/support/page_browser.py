@@ -14,6 +14,7 @@ import torch
 import uvicorn
 
 from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
+from headwise.viewer import bundled_sample
 from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ViewServer, open_socket, read_static_files
@@ -67,3 +68,10 @@ def examples_of_ids(opened: OpenModel, trace: Any) -> list[Example]:
     words = tuple(map(str, ids.tolist()))
     tokens = TokenAnnotations(ids, words, none, none, none, torch.arange(len(ids)), torch.zeros_like(ids))
     return [Example({"x": ids[None]}, {"text": tokens})]
+
+
+def sample_model(*, with_model: bool = True) -> OpenModel:
+    """The bundled sample, as `headwise view` without arguments opens it."""
+    load_model = bundled_sample.load_sample_model if with_model else None
+    trace, table = bundled_sample.load_sample_trace(), bundled_sample.load_sample_table()
+    return OpenModel(trace, load_model=load_model, table=table)

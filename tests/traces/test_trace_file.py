@@ -60,7 +60,7 @@ def test_a_grid_is_small():
 def test_a_cell_of_a_picture_is_the_largest_weight_in_it(a: np.ndarray, size: tuple[int, int], band: int):
     bands = [((start, min(len(a), start + band)), a[start : start + band]) for start in range(0, len(a), band)]
     found = max_pool_weights(bands, a.shape, size)
-    high, wide = (min(asked, count) for asked, count in zip(size, a.shape, strict=True))
+    high, wide = (min(request, count) for request, count in zip(size, a.shape, strict=True))
     expected = np.zeros((high, wide))
     for t in range(a.shape[0]):
         for s in range(a.shape[1]):
@@ -83,9 +83,9 @@ def random_trace(words: tuple[str, ...] = ("a", "b", "c")) -> Trace:
         AttentionCallRecord((2, 3), (1, 4), first=1, scale=0.5, first_query_row=2),
     )
     sinks = np.array([0.3, -1.0], np.float32)
-    told = {"q": q, "k": k, "v": v, "sinks": sinks}
+    options = {"q": q, "k": k, "v": v, "sinks": sinks}
     layer = AttentionRecord(
-        "decoder.0.attention", "decoder", 0, "attention", "h.0", 2, (0, 0), "text", "text", calls, told
+        "decoder.0.attention", "decoder", 0, "attention", "h.0", 2, (0, 0), "text", "text", calls, options
     )
     row = TokenRow(tuple(range(len(words))), words, tuple((n, n + 1) for n in range(len(words))), "abc")
     grid = PackedMask.pack(np.array([[[[1, 0, 1], [1, 1, 1]]]], bool))
@@ -124,11 +124,11 @@ def test_a_file_round_trips(tmp_path: Path):
 
 def test_a_file_opens_without_torch(tmp_path: Path):
     random_trace().with_thumbnails().save(tmp_path / "a.trace")
-    said = (
+    message = (
         "import sys, headwise; t = headwise.load_trace(sys.argv[1]); t.head_weights(0, 0); "
         "print(t, 'torch' in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", said, str(tmp_path / "a.trace")], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", message, str(tmp_path / "a.trace")], capture_output=True, text=True)
     assert run.stdout.endswith("False\n"), run.stderr
 
 
@@ -177,7 +177,7 @@ def test_other_schemas_and_missing_tensors_are_reported(tmp_path: Path):
     from safetensors import safe_open
 
     with safe_open(tmp_path / "a.trace", "np") as file:
-        said = json.loads(file.metadata()[DOCUMENT_KEY])
+        data = json.loads(file.metadata()[DOCUMENT_KEY])
     tensors = load_file(tmp_path / "a.trace")
 
     def again(name: str, other: dict) -> str:
@@ -186,16 +186,16 @@ def test_other_schemas_and_missing_tensors_are_reported(tmp_path: Path):
         document = json.dumps(other)
         checksum = trace_file._compute_checksum(document, tensors)
         save_file(tensors, tmp_path / name, {DOCUMENT_KEY: document, CHECKSUM_KEY: checksum})
-        with pytest.raises(SpecError) as told:
+        with pytest.raises(SpecError) as excinfo:
             hw.load_trace(tmp_path / name)
-        return str(told.value)
+        return str(excinfo.value)
 
-    assert "schema 2; this headwise reads 1" in again("b.trace", {**said, "schema": 2})
-    layer = said["layers"][0]
+    assert "schema 2; this headwise reads 1" in again("b.trace", {**data, "schema": 2})
+    layer = data["layers"][0]
     call = {**layer["calls"][1], "keys": [1, 5]}
-    more = {**said, "layers": [{**layer, "calls": [layer["calls"][0], call]}]}
+    more = {**data, "layers": [{**layer, "calls": [layer["calls"][0], call]}]}
     assert "refers to data that is not in the file" in again("c.trace", more)
-    assert "is not a valid trace" in again("d.trace", {**said, "grids": [{"form": "full"}]})
+    assert "is not a valid trace" in again("d.trace", {**data, "grids": [{"form": "full"}]})
     save_file(tensors, tmp_path / "e.trace")
     with pytest.raises(SpecError, match="contains tensors, but no trace"):
         hw.load_trace(tmp_path / "e.trace")
@@ -214,11 +214,11 @@ def test_returned_arrays(tmp_path: Path):
         assert float(row["weight"]) == weights[int(row["head"])][int(row["query"]), int(row["key"])]
     assert {row["query_token"] for row in rows} == {"=a", "b,", "c\n"}
     trace.export_weights(tmp_path / "a.json")
-    told = json.loads((tmp_path / "a.json").read_text())["weights"]
-    assert len(told) == sum(int((w > 0).sum()) for w in weights.values())
+    data = json.loads((tmp_path / "a.json").read_text())["weights"]
+    assert len(data) == sum(int((w > 0).sum()) for w in weights.values())
     trace.export_weights(tmp_path / "a.npz")
-    with np.load(tmp_path / "a.npz", allow_pickle=False) as held:
-        np.testing.assert_array_equal(held["decoder.0.attention"][0, 1], weights[1])
+    with np.load(tmp_path / "a.npz", allow_pickle=False) as recorded:
+        np.testing.assert_array_equal(recorded["decoder.0.attention"][0, 1], weights[1])
     with pytest.raises(SpecError, match=r"has none of the suffixes \.csv, \.json, \.npz"):
         trace.export_weights(tmp_path / "a.txt")
 
@@ -242,7 +242,7 @@ def test_weights_of_others():
         trace_from_weights([own[0, 0]])
 
 
-@pytest.mark.parametrize(("asked", "said"), [
+@pytest.mark.parametrize(("value", "message"), [
     (lambda t: t.head_weights(3, 0), "the trace has no site 3"),
     (lambda t: t.head_weights("decoder.0.attentoin", 0), "did you mean 'decoder.0.attention'"),
     (lambda t: t.head_weights(0, 2), "has no head 2; give one in 0..1"),
@@ -251,9 +251,9 @@ def test_weights_of_others():
     (lambda t: t.weight_tile(0, 0, slice(3, 3)), "is empty"),
     (lambda t: t.weight_tile(0, 0, size=(0, 4)), "has no cells"),
 ])  # fmt: skip
-def test_missing_records_are_reported(asked, said: str):
-    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
-        asked(random_trace())
+def test_missing_records_are_reported(value, message: str):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        value(random_trace())
 
 
 @pytest.mark.parametrize("word", HOSTILE)

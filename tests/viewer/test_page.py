@@ -12,13 +12,12 @@ import torch
 
 import headwise as hw
 from headwise.traces import trace_from_weights
-from headwise.viewer import bundled_sample
 from headwise.viewer.lab_actions import compute_effect
 from headwise.viewer.model_actions import measure_table
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import open_trace, render_export
-from support.page_browser import examples_of_ids, served, wait_until
+from support.page_browser import examples_of_ids, sample_model, served, wait_until
 
 WEB = Path(hw.__file__).parent / "viewer" / "web"
 GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
@@ -32,18 +31,11 @@ def gpt() -> OpenModel:
     return OpenModel(hw.trace(net, ids, capture=hw.Capture(extra=("v",)), log=lambda _: None), net)
 
 
-def sample(*, with_model: bool = True) -> OpenModel:
-    load_model = bundled_sample.load_sample_model if with_model else None
-    return OpenModel(
-        bundled_sample.load_sample_trace(), load_model=load_model, table=bundled_sample.load_sample_table()
-    )
-
-
 # --- numbers -------------------------------------------------------------------------------------------
 
 
 def test_the_map_shows_every_head_of_the_sample(page: Any):
-    with served(sample()) as url:
+    with served(sample_model()) as url:
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
         assert page.get_by_role("gridcell").count() == 54
@@ -121,7 +113,7 @@ def test_the_lab_shows_what_the_model_gives(page: Any, gpt: OpenModel):
 
 
 def test_the_keyboard_alone_walks_through_the_screens(page: Any):
-    with served(sample(with_model=False)) as url:
+    with served(sample_model(with_model=False)) as url:
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
         for digit, heading in [
@@ -159,7 +151,7 @@ def test_the_keyboard_alone_walks_through_the_screens(page: Any):
 
 
 def test_an_address_restores_what_it_shows(page: Any):
-    with served(sample(with_model=False)) as url:
+    with served(sample_model(with_model=False)) as url:
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
         page.evaluate("location.hash = '#/head?site=4&head=3&form=lines&scale=log&theme=dark'")
@@ -176,20 +168,41 @@ def test_an_address_restores_what_it_shows(page: Any):
         page.get_by_role("heading", name="Head X0 H3").wait_for()
 
 
-def test_the_most_sink_like_head_is_found_ablated_and_measured_by_labels_alone(page: Any):
-    with served(sample()) as url:
+def test_a_newcomer_finds_ablates_and_exports_the_most_sink_like_head_by_labels_alone(page: Any, tmp_path: Path):
+    """Every step names a label that is to be seen; nothing is known about the page beforehand."""
+    opened = sample_model()
+    assert opened.table is not None
+    best = opened.table.sorted_by("sink")[0]
+    with served(opened) as url:
         page.goto(url)
         page.get_by_role("button", name="Table").click()
         page.get_by_role("button", name="sink", exact=True).last.click()
         page.get_by_role("row").nth(1).click()
         name = page.locator(".head-name").inner_text()
+        assert page.get_by_text(best.site, exact=True).is_visible()
+        assert name.endswith(f" H{best.head}")
         page.get_by_role("button", name="Open", exact=True).click()
         page.get_by_role("heading", name=f"Head {name}").wait_for()
         page.get_by_role("button", name="Ablate").click()
+        page.get_by_role("button", name="Restore").wait_for()
         page.get_by_role("link", name="Lab").click()
+        page.get_by_text("1 of 54 heads off").wait_for()
         page.get_by_role("button", name="Compute the effect").click()
         page.get_by_test_id("effect").wait_for(timeout=60_000)
-        assert re.search(r"nats\s+[\d.e-]+", page.get_by_test_id("effect").inner_text())
+        effect = page.get_by_test_id("effect").inner_text()
+        page.get_by_role("link", name="Head", exact=True).click()
+        page.get_by_role("button", name="Export").click()
+        figure = page.get_by_role("dialog", name="Export").get_by_role("button", name=re.compile("^SVG [0-9.]+ kB$"))
+        figure.wait_for()
+        with page.expect_download() as download:
+            figure.click()
+        download.value.save_as(tmp_path / "figure.svg")
+    loss = re.search(r"loss, nats per token\s+([\d.e-]+) → ([\d.e-]+)", effect)
+    assert loss is not None
+    assert loss[1] != loss[2]
+    assert re.search(r"KL.*\s+[1-9][\d.]*(e-\d+)?|KL.*\s+0\.\d*[1-9]", effect)
+    assert download.value.suggested_filename == f"headwise-dates-{name.replace(' ', '')}.svg"
+    assert f">dates · Head {name}<" in (tmp_path / "figure.svg").read_text("utf-8")
 
 
 # --- what is hostile, missing, or small ----------------------------------------------------------------
@@ -254,7 +267,7 @@ def test_an_address_of_another_session_is_explained(browser: Any, gpt: OpenModel
 
 @pytest.mark.parametrize("width", [320, 390, 1280, 2560])
 def test_no_screen_scrolls_sideways(page: Any, width: int):
-    with served(sample(with_model=False)) as url:
+    with served(sample_model(with_model=False)) as url:
         page.set_viewport_size({"width": width, "height": 900})
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
@@ -273,7 +286,7 @@ def test_both_languages_have_the_same_texts():
 
 
 def test_the_page_in_chinese(page: Any):
-    with served(sample(with_model=False)) as url:
+    with served(sample_model(with_model=False)) as url:
         page.goto(url.replace("/#", "/?lang=zh#"))
         page.get_by_role("heading", name="总览").wait_for()
         assert page.evaluate("document.documentElement.lang") == "zh"
@@ -289,3 +302,16 @@ def test_measures_are_made_when_the_page_opens(page: Any, gpt: OpenModel, monkey
         page.goto(url)
         page.get_by_role("button", name="Table").wait_for()
         assert gpt.table is not None
+
+
+def test_an_address_with_a_selected_token_can_be_loaded_again(page: Any):
+    """The position in such an address is not taken for the token of the session."""
+    with served(sample_model(with_model=False)) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        page.evaluate("location.hash = '#/text?site=4&position=5'")
+        page.locator(".tok[aria-selected=true]").wait_for()
+        address = page.url
+        page.reload()
+        page.locator(".tok[aria-selected=true]").wait_for()
+        assert page.url == address

@@ -181,3 +181,12 @@ def test_a_remote_address_would_be_found():
     assert ADDRESS.findall(b'fetch("https://example.org/a")') == [b"https://example.org/a"]
     assert ADDRESS.findall(rb"x='http:\/\/example.org'") != []
     assert NAMESPACE.match(b"http://www.w3.org/2000/svg")
+
+
+def test_the_guide_shows_pictures_that_exist_and_are_small():
+    docs = ROOT / "docs"
+    shown = set(re.findall(r"\]\((img/[^)]+)\)", (docs / "view.md").read_text(encoding="utf-8")))
+    pictures = {f"img/{path.name}" for path in (docs / "img").iterdir()}
+    assert len(shown) > 8
+    assert shown <= pictures
+    assert sum((docs / name).stat().st_size for name in pictures) < 2_000_000

@@ -292,7 +292,7 @@ def test_a_model_that_fails_in_its_forward_pass_leaves_the_trace(
     client: TestClient, opened: OpenModel, monkeypatch: pytest.MonkeyPatch
 ):
     trace = opened.trace
-    monkeypatch.setattr(type(opened.model), "forward", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("headwise.nn.attention.Attention.head_outputs_and_gates", lambda *_, **__: 1 / 0)
     job = submit(client, kind="ablate", heads=[[0, 1]])
     assert '"ZeroDivisionError' in client.get(f"/api/jobs/{job}/events").text
     assert opened.trace is trace

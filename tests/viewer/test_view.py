@@ -195,7 +195,9 @@ def test_a_notebook_shows_a_sandboxed_frame():
     page = hw.view(load_sample_trace())
     frame = page._repr_html_()
     match = re.fullmatch(
-        r'<iframe title="heads of dates" sandbox="allow-scripts" srcdoc="([^"]*)" style="[^"]*"></iframe>', frame
+        r'<iframe title="heads of dates" sandbox="allow-scripts allow-downloads" '
+        r'srcdoc="([^"]*)" style="[^"]*"></iframe>',
+        frame,
     )
     assert match is not None
     assert html.unescape(match[1]) == page.html
@@ -230,7 +232,7 @@ def test_the_widget_of_anywidget(monkeypatch: pytest.MonkeyPatch):
     assert values == {"page": page.html, "height": view.FRAME_HEIGHT}
     widget = type(notebook_widget.make_widget("a"))
     assert widget.page.options == widget.height.options == {"sync": True}
-    assert 'setAttribute("sandbox", "allow-scripts")' in widget._esm
+    assert 'setAttribute("sandbox", "allow-scripts allow-downloads")' in widget._esm
 
 
 def test_weights_in_the_format_of_bertviz():

@@ -37,7 +37,7 @@ def max_pool_weights(
     """
     if min(size) < 1:
         raise ValueError(f"a picture of {size[0]} x {size[1]} has no cells; give at least 1 x 1")
-    height, width = (min(wanted, count) for wanted, count in zip(size, shape, strict=True))
+    height, width = (min(limit, count) for limit, count in zip(size, shape, strict=True))
     picture = np.zeros((height, width), np.float32)
     first_rows, first_columns = (
         np.arange(cells) * count // cells for cells, count in zip((height, width), shape, strict=True)
@@ -192,14 +192,23 @@ class Trace:
 
         save_trace(self, path)
 
-    def export_weights(self, path: Path | str, *, sites: Iterable[str | int] = (), min_weight: float = 0.0) -> None:
+    def export_weights(
+        self,
+        path: Path | str,
+        *,
+        sites: Iterable[str | int] = (),
+        heads: Sequence[int] = (),
+        min_weight: float = 0.0,
+    ) -> None:
         """Write the weights of these sites (default: all) in the format of the suffix: .csv, .json (pairs) or .npz.
 
-        Pairs whose weight is below `min_weight` are omitted from .csv and .json.
+        `heads` are the heads of each site (default: all). Pairs whose weight is below `min_weight` are omitted from
+        .csv and .json.
         """
-        from .import_export import export_weights
+        from .import_export import WeightSelection, export_weights
 
-        export_weights(self, path, [self.get_layer(site) for site in sites] or self.layers, min_weight)
+        layers = [self.get_layer(site) for site in sites] or self.layers
+        export_weights(self, path, WeightSelection(layers, heads, min_weight))
 
     def __str__(self) -> str:
         return format_trace(self)

@@ -5,19 +5,24 @@ from __future__ import annotations
 import csv
 import io
 import json
+import zlib
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import SpecError
 from ..files import write_atomically
 from .attention_record import Array, AttentionCallRecord, AttentionRecord, TokenRow
-from .attention_trace import Trace, make_token_rows
+from .attention_trace import Trace, make_token_rows, query_blocks
 
 EXPORT_SUFFIXES = (".csv", ".json", ".npz")
 EXPORT_COLUMNS = ("site", "head", "row", "query", "key", "query_token", "key_token", "weight")
+PAIRS_PER_PIECE = 10_000  # pairs of .csv and .json that are encoded at once
+EXACT_PAIRS = 50_000  # exports of at most so many pairs are encoded to learn their size
+SAMPLED_HEADS, SAMPLED_QUERIES = 24, 8  # others are estimated from these
 TokenStrings = Sequence[str] | Sequence[Sequence[str]]
 
 
@@ -96,53 +101,119 @@ def _weights_layer(
     )
 
 
-def export_weights(trace: Trace, path: Path | str, layers: Sequence[AttentionRecord], min_weight: float) -> None:
-    """Write the weights of these layers in the format that the suffix of `path` names."""
+class WeightSelection(NamedTuple):
+    """Weights to export: layers, heads of each (default: all), and the smallest weight of a pair in .csv and .json."""
+
+    layers: Sequence[AttentionRecord]
+    heads: Sequence[int] = ()
+    min_weight: float = 0.0
+
+    def list_heads(self) -> list[tuple[AttentionRecord, int, int]]:
+        """Every head of the selection in every row: (layer, row, head)."""
+        return [
+            (layer, row, head)
+            for layer in self.layers
+            for row in range(layer.batch_size)
+            for head in self.heads or range(layer.heads)
+        ]
+
+
+def export_weights(trace: Trace, path: Path | str, selection: WeightSelection) -> None:
+    """Write the selected weights in the format that the suffix of `path` names."""
     path = Path(path)
-    if path.suffix not in EXPORT_SUFFIXES:
-        raise SpecError(f"{path.name} has none of the suffixes {', '.join(EXPORT_SUFFIXES)}; give one of these")
-    if path.suffix == ".npz":
-        buffer = io.BytesIO()
-        np.savez_compressed(
-            buffer, allow_pickle=False, **{layer.name: _layer_weights(trace, layer) for layer in layers}
-        )
-        write_atomically(path, buffer.getvalue())
-    elif path.suffix == ".csv":
-        write_atomically(path, _csv_lines(trace, layers, min_weight))
-    else:
-        pairs = [dict(zip(EXPORT_COLUMNS, pair, strict=True)) for pair in _weight_pairs(trace, layers, min_weight)]
-        write_atomically(path, json.dumps({"model": dict(trace.model), "weights": pairs}).encode())
+    write_atomically(path, encode_weights(trace, path.suffix, selection, path.name))
 
 
-def _csv_lines(trace: Trace, layers: Sequence[AttentionRecord], min_weight: float) -> Iterator[bytes]:
+def encode_weights(trace: Trace, suffix: str, selection: WeightSelection, name: str = "") -> Iterator[bytes]:
+    """The selected weights as the contents of a .csv, .json or .npz file, in pieces; `name` is used in messages."""
+    if suffix not in EXPORT_SUFFIXES:
+        raise SpecError(f"{name or suffix} has none of the suffixes {', '.join(EXPORT_SUFFIXES)}; give one of these")
+    for layer, _, head in selection.list_heads():
+        trace.head_weights(layer.name, head, slice(0, 1))  # refuse an unknown head before anything is written
+    if suffix == ".npz":
+        return _npz_pieces(trace, selection)
+    return _csv_pieces(trace, selection) if suffix == ".csv" else _json_pieces(trace, selection)
+
+
+def estimate_export_bytes(trace: Trace, suffix: str, selection: WeightSelection) -> int:
+    """About how many bytes `encode_weights` gives, from the size of a sample of queries."""
+    heads = selection.list_heads()
+    if sum(layer.num_queries * layer.num_keys for layer, _, _ in heads) <= EXACT_PAIRS:
+        return sum(map(len, encode_weights(trace, suffix, selection)))
+    queries = sum(layer.num_queries for layer, _, _ in heads)
+    sizes: list[int] = []
+    for layer, row, head in heads[:: max(1, len(heads) // SAMPLED_HEADS)]:
+        for query in range(0, layer.num_queries, max(1, layer.num_queries // SAMPLED_QUERIES)):
+            if suffix == ".npz":
+                weights = trace.head_weights(layer.name, head, slice(query, query + 1), row=row)
+                sizes.append(len(zlib.compress(np.ascontiguousarray(weights).tobytes())))
+            else:
+                pairs = _head_pairs(trace, (layer, row, head), selection.min_weight, (query, query + 1))
+                encode = _encode_csv_rows if suffix == ".csv" else _encode_json_pairs
+                sizes.append(sum(map(len, encode(pairs))))
+    return int(sum(sizes) / max(1, len(sizes)) * queries)
+
+
+def _npz_pieces(trace: Trace, selection: WeightSelection) -> Iterator[bytes]:
+    buffer = io.BytesIO()
+    arrays = {layer.name: _layer_weights(trace, layer, selection.heads) for layer in selection.layers}
+    np.savez_compressed(buffer, allow_pickle=False, **arrays)
+    yield buffer.getvalue()
+
+
+def _csv_pieces(trace: Trace, selection: WeightSelection) -> Iterator[bytes]:
     yield ",".join(EXPORT_COLUMNS).encode() + b"\r\n"
-    for layer in layers:
+    yield from _encode_csv_rows(_weight_pairs(trace, selection))
+
+
+def _encode_csv_rows(pairs: Iterator[tuple[Any, ...]]) -> Iterator[bytes]:
+    while rows := list(islice(pairs, PAIRS_PER_PIECE)):
         buffer = io.StringIO()
-        csv.writer(buffer).writerows(_weight_pairs(trace, [layer], min_weight))
+        csv.writer(buffer).writerows(rows)
         yield buffer.getvalue().encode(errors="backslashreplace")
 
 
-def _layer_weights(trace: Trace, layer: AttentionRecord) -> Array:
-    """All attention weights of a layer, [B, heads, queries, keys]."""
+def _json_pieces(trace: Trace, selection: WeightSelection) -> Iterator[bytes]:
+    yield b'{"model": ' + json.dumps(dict(trace.model)).encode() + b', "weights": ['
+    separator = b""
+    for piece in _encode_json_pairs(_weight_pairs(trace, selection)):
+        yield separator + piece
+        separator = b", "
+    yield b"]}"
+
+
+def _encode_json_pairs(pairs: Iterator[tuple[Any, ...]]) -> Iterator[bytes]:
+    while rows := list(islice(pairs, PAIRS_PER_PIECE)):
+        yield ", ".join(json.dumps(dict(zip(EXPORT_COLUMNS, row, strict=True))) for row in rows).encode()
+
+
+def _layer_weights(trace: Trace, layer: AttentionRecord, heads: Sequence[int]) -> Array:
+    """The attention weights of some heads of a layer (default: all), [B, heads, queries, keys]."""
     return np.stack(
         [
-            np.stack([trace.head_weights(layer.name, head, row=row) for head in range(layer.heads)])
+            np.stack([trace.head_weights(layer.name, head, row=row) for head in heads or range(layer.heads)])
             for row in range(layer.batch_size)
         ]
     )
 
 
-def _weight_pairs(trace: Trace, layers: Sequence[AttentionRecord], min_weight: float) -> Iterator[tuple[Any, ...]]:
-    layer_rows = ((layer, row) for layer in layers for row in range(layer.batch_size))
-    for layer, row in layer_rows:
-        query_tokens, key_tokens = (
-            _token_strings(trace, layer.query_stream, row, layer.num_queries),
-            _token_strings(trace, layer.key_stream, row, layer.num_keys),
-        )
-        for head in range(layer.heads):
-            weights = trace.head_weights(layer.name, head, row=row)
-            for t, s in np.argwhere(weights >= max(min_weight, np.finfo(np.float32).tiny)).tolist():
-                yield layer.name, head, row, t, s, query_tokens[t], key_tokens[s], float(weights[t, s])
+def _weight_pairs(trace: Trace, selection: WeightSelection) -> Iterator[tuple[Any, ...]]:
+    for layer, row, head in selection.list_heads():
+        for block in query_blocks(layer.num_queries):
+            yield from _head_pairs(trace, (layer, row, head), selection.min_weight, block)
+
+
+def _head_pairs(
+    trace: Trace, head: tuple[AttentionRecord, int, int], min_weight: float, queries: tuple[int, int]
+) -> Iterator[tuple[Any, ...]]:
+    """The pairs of one head and a range of queries whose weight is large enough, as rows of a table."""
+    layer, row, number = head
+    query_tokens = _token_strings(trace, layer.query_stream, row, layer.num_queries)
+    key_tokens = _token_strings(trace, layer.key_stream, row, layer.num_keys)
+    weights = trace.head_weights(layer.name, number, slice(*queries), row=row)
+    for t, s in np.argwhere(weights >= max(min_weight, np.finfo(np.float32).tiny)).tolist():
+        query = queries[0] + t
+        yield layer.name, number, row, query, s, query_tokens[query], key_tokens[s], float(weights[t, s])
 
 
 def _token_strings(trace: Trace, stream: str, row: int, count: int) -> list[str]:

@@ -28,6 +28,11 @@ HEADER_LENGTH_BYTES = 8  # size of the field that stores the length of the heade
 
 def save_trace(trace: Trace, path: Path | str) -> None:
     """Write a trace atomically."""
+    write_atomically(path, encode_trace(trace))
+
+
+def encode_trace(trace: Trace) -> list[bytes | memoryview]:
+    """The contents of a trace file in pieces; the tensors among them are not copied."""
     arrays = dict(_list_arrays(trace))
     document = json.dumps(_trace_to_dict(trace), allow_nan=False)
     header: dict[str, Any] = {
@@ -44,7 +49,7 @@ def save_trace(trace: Trace, path: Path | str) -> None:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % HEADER_LENGTH_BYTES)
     blocks = (array.reshape(-1).view(np.uint8).data for array in arrays.values() if array.nbytes)
-    write_atomically(path, [len(text).to_bytes(HEADER_LENGTH_BYTES, "little"), text, *blocks])
+    return [len(text).to_bytes(HEADER_LENGTH_BYTES, "little"), text, *blocks]
 
 
 def load_trace(path: Path | str) -> Trace:

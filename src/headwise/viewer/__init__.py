@@ -9,6 +9,8 @@ In reading order:
 - `model_worker`: `ModelWorker`, one thread that runs jobs on the model, with progress and cancellation.
 - `model_actions`, `lab_actions`, `similarity_actions` and `cost_actions`: the jobs: capture a text, measure the heads,
   ablate heads and compare, find similar heads, and cost.
+- `lab_runs`, `lab_recipes`: runs of the open text with some heads ablated; the Python lines that repeat them.
+- `generation_actions`: the job that continues the open text, with the weights of every decode step.
 - `step_answers`: the computation of one head for one query, step by step.
 - `surgery_actions`, `surgery_arguments`: the jobs that plan, prune and convert, with proofs; what they are asked for.
 - `http_security`: which requests are answered, and the headers of every answer.

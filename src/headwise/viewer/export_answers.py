@@ -7,6 +7,7 @@ below `EXACT_BYTES`, the exact weights of every query are stored too, so that th
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from ..traces import Trace
 from .binary_answers import encode_measures, encode_thumbnails, encode_tile
-from .html_export import encode_answers
+from .html_export import encode_answers, load_assets
 from .open_model import OpenModel, TileRange
 
 TILE_SIDE = 256
@@ -34,8 +35,22 @@ def collect_answers(model: OpenModel) -> dict[str, Any]:
         for head in range(layer.heads):
             tile = model.tile(layer.name, head, part)
             answers[f"/api/tile?site={number}&head={head}"] = encode_tile(model, tile, part)
+    if model.table is not None:
+        answers["/api/export?kind=measures"] = {"text": model.table.to_csv()}
     exact = dict(_iter_weights(trace)) if count_bytes(trace) <= EXACT_BYTES else {}
     return {"version": 1, "answers": encode_answers(answers), "weights": exact}
+
+
+def estimate_html_bytes(model: OpenModel) -> int:
+    """About how many bytes the HTML file has; raises SpecError if the page is not built."""
+    trace = model.get_trace()
+    cells = sum(
+        layer.heads * min(TILE_SIDE, layer.num_queries) * min(TILE_SIDE, layer.num_keys) for layer in trace.layers
+    )
+    exact = count_bytes(trace) if count_bytes(trace) <= EXACT_BYTES else 0
+    texts = len(json.dumps(model.describe())) + (len(model.table.to_csv()) if model.table is not None else 0)
+    binary = len(encode_measures(model)) + len(encode_thumbnails(model)) + 2 * cells + exact
+    return sum(map(len, load_assets())) + texts + binary * 4 // 3
 
 
 def count_bytes(trace: Trace) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 FRAME_SCRIPT = """
 function render({ model, el }) {
   const frame = document.createElement("iframe");
-  frame.setAttribute("sandbox", "allow-scripts");
+  frame.setAttribute("sandbox", "allow-scripts allow-downloads");
   frame.style.cssText = "width:100%;border:0;height:" + model.get("height") + "px";
   frame.title = "heads of the model";
   frame.srcdoc = model.get("page");

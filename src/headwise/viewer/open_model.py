@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..traces.attention_trace import THUMBNAIL_SIZE, Trace
-from .view_document import describe_measures, describe_trace
+from .view_document import describe_measures, describe_trace, make_file_stem
 from .weight_summaries import (
     Cells,
     HeadReader,
@@ -149,6 +149,7 @@ class OpenModel:
             "warnings": list(self.warnings),
             "measures": describe_measures(self.table),
             "maxTokens": self.max_tokens,
+            "fileStem": make_file_stem(self.name),
             "texts": list(self.texts),
             "ablated": [
                 {"site": site_names.index(head.site), "head": head.head, "mode": head.mode, "scale": head.scale}
@@ -297,8 +298,8 @@ class OpenModel:
 
     # --- changes ---------------------------------------------------------------------------------------
 
-    def set_ablated(self, heads: Sequence[AblatedHead]) -> None:
-        """Replace the ablated heads; raises ValueError for heads that do not exist or cannot be ablated."""
+    def check_ablated(self, heads: Sequence[AblatedHead]) -> None:
+        """Raise ValueError for heads that do not exist or cannot be ablated."""
         self.get_model()
         known = self.sites
         for ablated in heads:
@@ -312,6 +313,10 @@ class OpenModel:
                     f"unknown ablation {ablated.mode!r} with scale {ablated.scale}; "
                     f"use one of {', '.join(ABLATION_MODES)} and a finite scale"
                 )
+
+    def set_ablated(self, heads: Sequence[AblatedHead]) -> None:
+        """Replace the ablated heads; raises ValueError for heads that do not exist or cannot be ablated."""
+        self.check_ablated(heads)
         with self._changing:
             self.ablated = tuple(heads)
             self.revision += 1

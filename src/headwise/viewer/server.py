@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -25,6 +26,8 @@ from ..errors import SpecError
 from ..traces.head_steps import HeadPlace
 from .binary_answers import encode_marginals, encode_measures, encode_thumbnails, encode_tile
 from .cost_actions import compute_cost
+from .export_files import EXPORT_KINDS, ExportScope, FileTooLarge, describe_files, make_file
+from .generation_actions import generate_text
 from .html_export import NOT_BUILT
 from .http_security import (
     ALL_ADDRESSES,
@@ -34,7 +37,7 @@ from .http_security import (
     is_loopback,
     machine_names,
 )
-from .lab_actions import compute_effect, sweep_heads
+from .lab_actions import compute_effect, plan_curves, remove_greedily, sweep_heads
 from .model_actions import JOB_KINDS, TextTooLong, check_text_length
 from .model_worker import END_STATES, Job, ModelWorker, QueueFull, describe_error
 from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
@@ -59,6 +62,9 @@ ALL_JOBS = {
     **JOB_KINDS,
     "ablate": compute_effect,
     "sweep": sweep_heads,
+    "lab-plan": plan_curves,
+    "greedy": remove_greedily,
+    "generate": generate_text,
     "similarity": compute_similarity,
     "cost": compute_cost,
     "surgery": describe_surgery,
@@ -100,6 +106,8 @@ class ViewServer:
             Route("/api/peak", self._answer(self._peak)),
             Route("/api/measures", self._answer(self._measures)),
             Route("/api/steps", self._answer(self._steps)),
+            Route("/api/export", self._answer(self._export)),
+            Route("/api/export/sizes", self._answer(self._export_sizes)),
             Route("/api/jobs", self._submit, methods=["POST"]),
             Route("/api/jobs/{job}", self._cancel, methods=["DELETE"]),
             Route("/api/jobs/{job}/events", self._events),
@@ -123,6 +131,8 @@ class ViewServer:
                         )
                         return error_response(409, ValueError(f"{fact} is open; reload the document"))
                     return await anyio.to_thread.run_sync(make, view, query, abandon_on_cancel=True)
+                except FileTooLarge as error:
+                    return error_response(413, error)
                 except (ValueError, KeyError, IndexError) as error:
                     return error_response(400, error)
                 except MemoryError as error:
@@ -211,6 +221,22 @@ class ViewServer:
         key = query.integer("key", 0, layer.num_keys - 1, 0) if "key" in query.parameters else None
         return binary_response(encode_steps(*find_steps(view, HeadPlace(site, head, number, row), key)))
 
+    def _export(self, view: OpenModel, query: Query) -> Response:
+        file = make_file(view, query.choice("kind", EXPORT_KINDS), self._export_scope(view, query))
+        headers = {"content-disposition": f'attachment; filename="{file.name}"'}
+        return StreamingResponse(file.pieces, media_type=file.media_type, headers=headers)
+
+    def _export_sizes(self, view: OpenModel, query: Query) -> Response:
+        return json_response(describe_files(view, self._export_scope(view, query)))
+
+    def _export_scope(self, view: OpenModel, query: Query) -> ExportScope:
+        """One head if `site` is given, else all heads."""
+        min_weight = query.number("min_weight", 0.0, 1.0, 0.0)
+        if "site" not in query.parameters:
+            return ExportScope(min_weight=min_weight)
+        site, head = self._head(view, query)
+        return ExportScope(site, head, min_weight)
+
     def _head(self, view: OpenModel, query: Query) -> tuple[str, int]:
         site = view.site_name(query.integer("site", 0, 10**6))
         heads = view.get_trace().get_layer(site).heads
@@ -297,6 +323,15 @@ class Query:
         if not low <= int(text) <= high:
             raise ValueError(f"{name}={text} is out of range; give {low} to {high}")
         return int(text)
+
+    def number(self, name: str, low: float, high: float, default: float) -> float:
+        """A number from `low` to `high`."""
+        text = self.parameters.get(name, str(default))
+        if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII) or not low <= float(text) <= high:
+            raise ValueError(
+                f"{name}={text[:20]!r} is not a number from {low:g} to {high:g}; give one, such as {high / 10:g}"
+            )
+        return float(text)
 
     def span(self, prefix: str, count: int) -> slice:
         """A range of positions, from `prefix`0 to `prefix`1; all by default."""

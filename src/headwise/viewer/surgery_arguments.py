@@ -67,7 +67,7 @@ def read_pruning(model: OpenModel, arguments: Mapping[str, Any]) -> PruningReque
     fold_options = () if fold == "none" else ("--fold", fold)
     if given == ["heads"]:
         heads = [(head.site, head.head) for head in read_heads(model, arguments)]
-        options = ("--heads", *_list_heads(heads), *fold_options)
+        options = ("--heads", *list_heads(heads), *fold_options)
         return PruningRequest(DropHeads(tuple(heads)), fold, options, fold == "mean")
     if given == ["clusters"]:
         options = ("--clusters", "--by", method, *fold_options)
@@ -79,10 +79,10 @@ def read_pruning(model: OpenModel, arguments: Mapping[str, Any]) -> PruningReque
     return PruningRequest(KeepTop(amount, ranking, scope), fold, options, method != "random" or fold == "mean")
 
 
-def _list_heads(heads: Sequence[tuple[str, int]]) -> list[str]:
+def list_heads(heads: Sequence[tuple[str, int]]) -> list[str]:
     """The heads as `headwise prune --heads` takes them.
 
-    >>> _list_heads([("decoder.0.attention", 3), ("decoder.0.cross", 0), ("decoder.0.attention", 1)])
+    >>> list_heads([("decoder.0.attention", 3), ("decoder.0.cross", 0), ("decoder.0.attention", 1)])
     ['decoder.0.attention:1,3', 'decoder.0.cross:0']
     """
     by_site: dict[str, list[int]] = {}

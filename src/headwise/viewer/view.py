@@ -230,15 +230,15 @@ def print_address(line: str) -> None:
 
 
 def frame_html(page: str, name: str) -> str:
-    """A sandboxed frame with a page: its scripts run, without access to the document around it.
+    """A sandboxed frame with a page: its scripts run and may save files, without access to the document around it.
 
     >>> frame_html("<p>1</p>", "a")[:60]
-    '<iframe title="heads of a" sandbox="allow-scripts" srcdoc="&'
+    '<iframe title="heads of a" sandbox="allow-scripts allow-down'
     """
     style = f"width:100%;height:{FRAME_HEIGHT}px;border:0"
     return (
-        f'<iframe title="heads of {html.escape(name)}" sandbox="allow-scripts" srcdoc="{html.escape(page)}" '
-        f'style="{style}"></iframe>'
+        f'<iframe title="heads of {html.escape(name)}" sandbox="allow-scripts allow-downloads" '
+        f'srcdoc="{html.escape(page)}" style="{style}"></iframe>'
     )
 
 

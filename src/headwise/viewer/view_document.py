@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from ..inspect.site import Ability, Site
 
 DOCUMENT_VERSION = 1
+MAX_STEM = 60  # characters of a file name that come from the name of the model
 ABILITIES = ("observe", "ablate", "prune", "convert")
 
 
@@ -135,3 +138,13 @@ def list_classes(table: HeadTable, sites: Sequence[str]) -> list[dict[str, Any]]
         for head in table.heads
         if head.site in index
     ]
+
+
+def make_file_stem(name: str) -> str:
+    """The beginning of the names of all files of a model: letters, digits, points and hyphens only.
+
+    >>> make_file_stem("dates"), make_file_stem("../a b\\n"), make_file_stem("日期")
+    ('headwise-dates', 'headwise-a-b', 'headwise-model')
+    """
+    plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
+    return f"headwise-{re.sub(r'[^A-Za-z0-9.]+', '-', plain).strip('-.')[:MAX_STEM].rstrip('-.') or 'model'}"

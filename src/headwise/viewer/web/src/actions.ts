@@ -1,7 +1,7 @@
 // What the page can do to the model and the selection; used by buttons, keys and commands alike.
 
-import { batch } from "@preact/signals";
-import { doc, firstHeads, headCount, headName, isAblated, loadDocument, measures, pinned, runJob, selectedHead, selectedSite, sites, type MeasureTable } from "./state";
+import { batch, computed, signal, type Signal } from "@preact/signals";
+import { doc, firstHeads, generation, headCount, headName, isAblated, loadDocument, measures, pinned, runJob, selectedHead, selectedSite, selectedToken, sites, type MeasureTable } from "./state";
 import { announcement } from "./state";
 import type { AblatedHead } from "./source";
 import { t } from "./i18n";
@@ -43,6 +43,18 @@ export async function runText(text: string, source: string): Promise<boolean> {
   return result !== null;
 }
 
+/** Continue the open text by some tokens, and show the first new one. */
+export async function generateText(count: number): Promise<void> {
+  const found = (await runJob("generate", { count })) as { first: number; count: number; revision: number } | null;
+  if (!found) return;
+  await loadDocument();
+  batch(() => {
+    generation.value = found;
+    selectedToken.value = found.count ? found.first - 1 : null;
+  });
+  await measureHeads();
+}
+
 /** Whether heads of the selected layer can be ablated, and why not. */
 export function ablateReason(siteNumber = selectedSite.value): string {
   const capability = doc.value?.capabilities.ablate;
@@ -51,7 +63,10 @@ export function ablateReason(siteNumber = selectedSite.value): string {
   return ability && !ability.possible ? ability.reason : "";
 }
 
-const undoStack: AblatedHead[][] = [];
+const undoStack = signal<AblatedHead[][]>([]);
+const redoStack = signal<AblatedHead[][]>([]);
+export const canUndo = computed(() => undoStack.value.length > 0);
+export const canRedo = computed(() => redoStack.value.length > 0);
 
 /** Switch a head off, or on again. The server computes effects when it is asked to. */
 export function toggleAblated(siteNumber = selectedSite.value, head = selectedHead.value, mode = "zero", scale = 0): void {
@@ -70,14 +85,26 @@ export function toggleAblated(siteNumber = selectedSite.value, head = selectedHe
 
 export function setAblated(ablated: AblatedHead[]): void {
   if (!doc.value) return;
-  undoStack.push(doc.value.ablated);
-  doc.value = { ...doc.value, ablated };
+  batch(() => {
+    undoStack.value = [...undoStack.value, doc.value!.ablated];
+    redoStack.value = [];
+    doc.value = { ...doc.value!, ablated };
+  });
 }
 
-export function undoAblation(): void {
-  const last = undoStack.pop();
-  if (last && doc.value) doc.value = { ...doc.value, ablated: last };
+/** Show the last set of ablated heads of one stack, and put the present one on the other. */
+function moveBetween(from: Signal<AblatedHead[][]>, to: Signal<AblatedHead[][]>): void {
+  const last = from.value.at(-1);
+  if (!last || !doc.value) return;
+  batch(() => {
+    from.value = from.value.slice(0, -1);
+    to.value = [...to.value, doc.value!.ablated];
+    doc.value = { ...doc.value!, ablated: last };
+  });
 }
+
+export const undoAblation = (): void => moveBetween(undoStack, redoStack);
+export const redoAblation = (): void => moveBetween(redoStack, undoStack);
 
 export function togglePin(siteNumber = selectedSite.value, head = selectedHead.value): void {
   const name = `${siteNumber}.${head}`;

@@ -34,6 +34,16 @@ function CurrentScreen(): JSX.Element {
   return <p class="t3">{t("state.loading")}</p>;
 }
 
+const drawer = signal<ComponentType | null>(null);
+
+/** The drawer of exports, which is loaded when it is opened first. */
+function Export(): JSX.Element | null {
+  const Drawer = drawer.value;
+  if (Drawer) return <Drawer />;
+  void import("./components/export_drawer").then(({ ExportDrawer }) => (drawer.value = ExportDrawer));
+  return null;
+}
+
 function App(): JSX.Element {
   return (
     <>
@@ -49,6 +59,7 @@ function App(): JSX.Element {
       {overlay.value === "commands" && <CommandBox screens={AVAILABLE} />}
       {overlay.value === "keys" && <KeySheet />}
       {overlay.value === "text" && <TextDialog />}
+      {overlay.value === "export" && <Export />}
       <div class="vh" role="status" aria-live="polite">
         {announcement.value}
       </div>
@@ -63,6 +74,7 @@ const KEYS: Record<string, () => void> = {
   ArrowDown: () => moveHead(1, 0),
   k: () => toggleAblated(),
   p: () => togglePin(),
+  e: () => (overlay.value = doc.value?.sites.length ? "export" : ""),
   t: () => (showsTable.value = !showsTable.value),
   "/": () => (overlay.value = "commands"),
   "?": () => (overlay.value = "keys"),

@@ -1,5 +1,7 @@
 // Where the page gets its data: the local server, or the data embedded in an exported file.
 
+import { encodeCsv, encodeJson, listPairs } from "./exported_pairs";
+
 export interface TokenRow {
   ids: number[];
   words: string[];
@@ -54,6 +56,8 @@ export interface ViewDocument {
   warnings: string[];
   measures: { name: string; low: number; high: number }[];
   maxTokens: number;
+  /** The beginning of the names of all files that are saved. */
+  fileStem: string;
   texts: string[];
   ablated: AblatedHead[];
   capabilities: Record<"text" | "measure" | "ablate" | "write", Ability>;
@@ -80,6 +84,18 @@ export interface PageError {
   remedy: string;
 }
 
+/** A file that can be saved: its name and about its size, or the reason why there is none. */
+export interface FileInfo {
+  name: string;
+  bytes: number;
+  reason: string;
+}
+
+export interface SavedFile {
+  name: string;
+  blob: Blob;
+}
+
 /** An answer that the server refused, with its fact and remedy. */
 export class RequestError extends Error {
   constructor(
@@ -94,6 +110,9 @@ export interface DataSource {
   readonly isLive: boolean;
   document(): Promise<ViewDocument>;
   fetchArrays(path: string, signal?: AbortSignal): Promise<Message>;
+  /** The files of all kinds, for the same query as `fetchFile`. */
+  describeFiles(query: string): Promise<Record<string, FileInfo>>;
+  fetchFile(kind: string, query: string): Promise<SavedFile>;
   /** Run a job to its end and return its result; rejects if it fails or is cancelled. */
   runJob(body: Record<string, unknown>, onEvent: (event: JobEvent) => void, signal?: AbortSignal): Promise<any>;
 }
@@ -113,7 +132,7 @@ export function decodeMessage(buffer: ArrayBuffer): Message {
   return { fields: header, arrays };
 }
 
-/** The token arrives in the URL fragment, which is never sent, and is kept for this tab. */
+/** The token arrives at the start of the URL fragment, which is never sent, and is kept for this tab. */
 export function takeToken(): string {
   const match = location.hash.match(/^#token=([\w-]+)/);
   if (match?.[1]) {
@@ -157,6 +176,16 @@ export class LiveSource implements DataSource {
 
   async fetchArrays(path: string, signal?: AbortSignal): Promise<Message> {
     return decodeMessage(await (await this.request(path, { signal: signal ?? null })).arrayBuffer());
+  }
+
+  async describeFiles(query: string): Promise<Record<string, FileInfo>> {
+    return (await this.request(`export/sizes?${query}`)).json();
+  }
+
+  async fetchFile(kind: string, query: string): Promise<SavedFile> {
+    const answer = await this.request(`export?kind=${kind}&${query}`);
+    const name = answer.headers.get("Content-Disposition")?.match(/filename="([\w.-]+)"/)?.[1] ?? `headwise.${kind}`;
+    return { name, blob: await answer.blob() };
   }
 
   async runJob(body: Record<string, unknown>, onEvent: (event: JobEvent) => void, signal?: AbortSignal): Promise<any> {
@@ -268,6 +297,36 @@ export class ExportSource implements DataSource {
     const isExact = rows === queries && columns === keys;
     const masked = isExact ? (tile.arrays["masked"]!.data as Uint8Array) : Uint8Array.from(weights, (weight) => (weight === 0 ? 1 : 0));
     return { weights, masked, queries, keys };
+  }
+
+  async describeFiles(query: string): Promise<Record<string, FileInfo>> {
+    const files: Record<string, FileInfo> = {};
+    for (const kind of ["csv", "json", "npz", "measures", "trace", "html"]) {
+      try {
+        const { name, blob } = await this.fetchFile(kind, query);
+        files[kind] = { name, bytes: blob.size, reason: "" };
+      } catch (error) {
+        files[kind] = { name: "", bytes: 0, reason: error instanceof RequestError ? `${error.detail.fact} ${error.detail.remedy}` : String(error) };
+      }
+    }
+    return files;
+  }
+
+  /** What this file holds can be saved again: the measures, and the weights of single heads. */
+  async fetchFile(kind: string, query: string): Promise<SavedFile> {
+    const fields = new URLSearchParams(query);
+    const document = await this.document();
+    if (kind === "measures") {
+      const table = this.data.answers["/api/export?kind=measures"] as { text: string } | undefined;
+      if (!table) throw this.missing();
+      return { name: `${document.fileStem}-measures.csv`, blob: new Blob([table.text], { type: "text/csv" }) };
+    }
+    if ((kind !== "csv" && kind !== "json") || !fields.has("site")) throw this.missing();
+    const [site, head] = [Number(fields.get("site")), Number(fields.get("head"))];
+    const exact = await this.exact(`site=${site}&head=${head}`, `${site}/${head}`);
+    const pairs = listPairs(document, { site, head }, exact, Number(fields.get("min_weight") ?? 0));
+    const text = kind === "csv" ? encodeCsv(pairs) : encodeJson(document, pairs);
+    return { name: `${document.fileStem}-${document.sites[site]!.name.replace(/[^\w.]+/g, "-")}-${head}.${kind}`, blob: new Blob([text]) };
   }
 
   async runJob(): Promise<any> {

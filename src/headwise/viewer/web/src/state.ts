@@ -38,6 +38,11 @@ export const language = signal<"en" | "zh">(initialLanguage());
 export const theme = signal<"" | "light" | "dark">("");
 export const selectedStep = signal(0); // of the Steps screen
 export const selectedKey = signal<number | null>(null); // position of the key whose numbers the Steps screen shows
+/** How the Text screen shows heads: the selected one, the mean of it and the pinned ones, or two over each other. */
+export const textMode = signal<"one" | "set" | "two">("one");
+export const secondHead = signal(""); // "site.head", the other of two heads
+/** Classes that the user gave to heads, as "site.head=name". */
+export const ownClasses = signal<string[]>([]);
 export const pinned = signal<string[]>([]); // "site.head"
 
 // --- what it does not ----------------------------------------------------------------------------------
@@ -50,8 +55,10 @@ export const job = signal<{ kind: string; event: JobEvent; abort: AbortControlle
 export const jobError = signal<PageError | null>(null);
 export const isLoaded = signal(false);
 export const showsTable = signal(false);
-export const overlay = signal<"" | "commands" | "keys" | "text">("");
+export const overlay = signal<"" | "commands" | "keys" | "text" | "export">("");
 export const announcement = signal("");
+/** The new tokens of the last generation: position of the first, and their number. */
+export const generation = signal<{ first: number; count: number; revision: number } | null>(null);
 
 /** The 64 x 64 pictures of all heads, and the masks that they share. */
 export interface ThumbnailAtlas {
@@ -64,6 +71,8 @@ export interface HeadClass {
   name: string;
   score: number;
   evidence: string;
+  /** Whether the user gave the head this class. */
+  isOwn?: boolean;
 }
 
 /** Measures of all heads: [head, measure] -> value, low, high, chance; and the classes of each head. */
@@ -80,6 +89,13 @@ export const sites = computed<Site[]>(() => doc.value?.sites ?? []);
 export const firstHeads = computed(() => {
   let count = 0;
   return sites.value.map((site) => (count += site.heads) - site.heads);
+});
+const ownClassNames = computed(() => {
+  const entries = ownClasses.value.map((entry) => {
+    const [, site = "", head = "", name = ""] = /^(\d+)\.(\d+)=(.+)$/.exec(entry) ?? [];
+    return [(firstHeads.value[Number(site)] ?? NaN) + Number(head), name] as const;
+  });
+  return new Map(entries.filter(([index, name]) => Number.isFinite(index) && name));
 });
 /** The kinds of attention of the model, such as "encoder self" and "decoder cross". */
 export const stacks = computed(() => [...new Set(sites.value.map((site) => `${site.stack} ${site.kind}`))]);
@@ -105,8 +121,28 @@ export function measureOf(index: number, name: string, part = 0): number {
   return !table || column < 0 ? NaN : table.values[(index * table.names.length + column) * 4 + part]!;
 }
 
-export function classesOf(index: number): HeadClass[] {
+/** The classes of a head by its measures, the likeliest first. */
+export function measuredClasses(index: number): HeadClass[] {
   return measures.value?.classes.get(index) ?? [];
+}
+
+/** The class that the user gave a head, or undefined. */
+export function ownClass(index: number): string | undefined {
+  return ownClassNames.value.get(index);
+}
+
+/** The classes of a head: the one that the user gave it, then those by its measures. */
+export function classesOf(index: number): HeadClass[] {
+  const own = ownClass(index);
+  const measured = measuredClasses(index);
+  return own === undefined ? measured : [{ name: own, score: NaN, evidence: "", isOwn: true }, ...measured.filter(({ name }) => name !== own)];
+}
+
+/** Give a head a class of one's own; "" takes it back. */
+export function setOwnClass(siteNumber: number, head: number, name: string): void {
+  const place = `${siteNumber}.${head}=`;
+  const others = ownClasses.value.filter((entry) => !entry.startsWith(place));
+  ownClasses.value = name ? [...others, place + name] : others;
 }
 
 export function selectHead(siteNumber: number, head: number): void {
@@ -210,6 +246,9 @@ const HASH_FIELDS: [string, { value: unknown }, (text: string) => unknown][] = [
   ["step", selectedStep, toNumber],
   ["key", selectedKey, (text) => (text === "" ? null : toNumber(text))],
   ["pins", pinned, (text) => text.split(",").filter(Boolean)],
+  ["heads", textMode, oneOf(["one", "set", "two"])],
+  ["second", secondHead, (text) => text],
+  ["classes", ownClasses, (text) => text.split(",").filter(Boolean)],
   ["theme", theme, oneOf(["", "light", "dark"])],
 ];
 const DEFAULTS = HASH_FIELDS.map(([, field]) => hashText(field.value));

@@ -38,19 +38,23 @@ export function DataTable<Row>(props: {
         <caption class="vh">{props.caption}</caption>
         <thead>
           <tr>
-            {props.columns.map((item) => (
-              <th
-                key={item.key}
-                class={item.numeric ? "num" : ""}
-                scope="col"
-                aria-sort={item.key === sortKey.value ? (descending.value ? "descending" : "ascending") : "none"}
-              >
-                <button type="button" onClick={() => choose(item.key)}>
-                  {item.title}
-                  <span aria-hidden="true">{item.key === sortKey.value ? (descending.value ? " ↓" : " ↑") : ""}</span>
-                </button>
-              </th>
-            ))}
+            {props.columns.map((item) =>
+              item.title === "" ? (
+                <td key={item.key} /> // bars of the numbers beside them
+              ) : (
+                <th
+                  key={item.key}
+                  class={item.numeric ? "num" : ""}
+                  scope="col"
+                  aria-sort={item.key === sortKey.value ? (descending.value ? "descending" : "ascending") : "none"}
+                >
+                  <button type="button" onClick={() => choose(item.key)}>
+                    {item.title}
+                    <span aria-hidden="true">{item.key === sortKey.value ? (descending.value ? " ↓" : " ↑") : ""}</span>
+                  </button>
+                </th>
+              ),
+            )}
           </tr>
         </thead>
         <tbody>

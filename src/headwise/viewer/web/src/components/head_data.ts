@@ -188,6 +188,12 @@ function readTile(message: Message, view: View): TileState {
   return { view, weights: bytes("weights"), masked: bytes("masked"), rows, columns, scale: message.fields["scale"], isDraft: false };
 }
 
+/** The part of the matrix that the Head screen shows, for a figure of it. */
+export async function fetchShownTile(item: Site): Promise<TileState> {
+  const view = shownView(item);
+  return readTile(await source.fetchArrays(tilePath(view)), view);
+}
+
 /** Ask the source; returns how to take the question back. */
 function load(path: string, onAnswer: (message: Message) => void, onError: (error: PageError) => void = () => undefined): () => void {
   const abort = new AbortController();

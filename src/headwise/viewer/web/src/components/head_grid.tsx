@@ -49,12 +49,22 @@ export function isDimmed(index: number): boolean {
   return brushedHeads.value !== null && !brushedHeads.value.has(index);
 }
 
+/** The sites of a kind of attention, such as "encoder self". */
+export function stackNumbers(stack: string): number[] {
+  return sites.value.flatMap((site, number) => (`${site.stack} ${site.kind}` === stack ? [number] : []));
+}
+
+/** The heads of the widest of some sites, those included that were pruned. */
+export function stackColumns(numbers: number[]): number {
+  return Math.max(...numbers.map((number) => sites.value[number]!.heads + sites.value[number]!.prunedHeads.length));
+}
+
 export function HeadGrid({ stack }: { stack: string }): JSX.Element {
   const box = useRef<HTMLDivElement>(null);
   const width = useSignal(0);
   const hovered = useSignal<Hovered | null>(null);
-  const numbers = sites.value.flatMap((site, number) => (`${site.stack} ${site.kind}` === stack ? [number] : []));
-  const columns = Math.max(...numbers.map((number) => sites.value[number]!.heads + sites.value[number]!.prunedHeads.length));
+  const numbers = stackNumbers(stack);
+  const columns = stackColumns(numbers);
   const sizes = useComputed(() => chooseSizes(width.value, columns, numbers));
   useEffect(() => {
     const watch = new ResizeObserver(() => (width.value = box.current?.clientWidth ?? 0));
@@ -175,7 +185,7 @@ function Band({ band, columns, sizes }: { band: number[]; columns: number; sizes
   );
 }
 
-function bandContent(band: number[], columns: number): BandContent {
+export function bandContent(band: number[], columns: number): BandContent {
   const mode = cellMode.value;
   const range = doc.value?.measures.find(({ name }) => name === mode);
   const cells: CellContent[] = [];

@@ -43,7 +43,7 @@ export function Inspector(): JSX.Element {
             <span>
               <b class="b">{classWord(classes[0]?.name)}</b>
               <br />
-              <span class="t2 sm">{classes[0]?.evidence ?? t("inspector.noClass")}</span>
+              <span class="t2 sm">{classes[0]?.isOwn ? t("classify.isOwn") : (classes[0]?.evidence ?? t("inspector.noClass"))}</span>
             </span>
           </p>
         )}

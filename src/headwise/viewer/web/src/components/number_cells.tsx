@@ -169,18 +169,18 @@ export function KeyCells(props: { steps: Steps; step: Step; array: string; allow
               class={`kc ${on === index ? "on" : ""} ${props.selected === position ? "chosen" : ""}`}
               role="option"
               aria-selected={props.selected === position}
-              aria-label={`${keyName(steps, index)} ${position}: ${isMasked ? t("steps.maskedCell") : exact(values[index]!)}`}
               data-index={index}
               data-testid={`${step.index}.${array}.${index}`}
             >
               <span class="tk">{keyName(steps, index)}</span>
               {isMasked ? (
-                <i class="m" />
+                <i class="m" aria-hidden="true" />
               ) : (
-                <i style={shade === null ? {} : { background: cssRamp(shade), color: inkOn(cssRamp(shade)) }}>
+                <i aria-hidden="true" style={shade === null ? {} : { background: cssRamp(shade), color: inkOn(cssRamp(shade)) }}>
                   {array === "allowed" ? "✓" : keyNumber(values[index]!, props.isWeight)}
                 </i>
               )}
+              <span class="vh">{` ${position}: ${isMasked ? t("steps.maskedCell") : exact(values[index]!)}`}</span>
             </span>
           );
         })}

@@ -8,7 +8,7 @@ import { measureName, t, type TextKey } from "../i18n";
 import { cellMode, doc, headName, language, measures, overlay, screen, selectHead, sites, theme, type ScreenId } from "../state";
 import { className, LETTERS } from "./class_badge";
 
-function Dialog({ label, children }: { label: string; children: ComponentChildren }): JSX.Element {
+export function Dialog({ label, kind, children }: { label: string; kind?: string; children: ComponentChildren }): JSX.Element {
   const dialog = useRef<HTMLDialogElement>(null);
   useEffect(() => {
     dialog.current?.showModal();
@@ -16,6 +16,7 @@ function Dialog({ label, children }: { label: string; children: ComponentChildre
   return (
     <dialog
       ref={dialog}
+      class={kind}
       aria-label={label}
       onClose={() => (overlay.value = "")}
       onClick={(event) => event.target === dialog.current && (overlay.value = "")}
@@ -31,6 +32,7 @@ const KEY_ROWS: [string, TextKey][] = [
   ["K", "keys.k"],
   ["P", "keys.p"],
   ["T", "keys.t"],
+  ["E", "keys.e"],
   ["1 … 9 0", "keys.digits"],
   ["[  ]", "keys.brackets"],
   ["/", "keys.slash"],
@@ -68,6 +70,7 @@ function listCommands(screens: readonly ScreenId[]): Command[] {
   const commands: Command[] = screens.map((id) => ({ text: t(`screen.${id}` as TextKey), run: () => (screen.value = id) }));
   commands.push(
     { text: t("bar.change"), run: () => (overlay.value = "text") },
+    { text: t("bar.export"), run: () => (overlay.value = "export") },
     { text: t("map.measure"), run: () => void measureHeads() },
     { text: t("bar.dark"), run: () => (theme.value = "dark") },
     { text: t("bar.light"), run: () => (theme.value = "light") },

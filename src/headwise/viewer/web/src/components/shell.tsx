@@ -67,6 +67,11 @@ function Bar(): JSX.Element {
         <Icon path="M2.5 7a4.5 4.5 0 109 0 4.5 4.5 0 10-9 0M10.5 10.5L14 14" />
         <kbd class="hide-s">/</kbd>
       </button>
+      <button class="btn quiet" type="button" aria-disabled={sites.value.length === 0} onClick={() => sites.value.length > 0 && (overlay.value = "export")}>
+        <Icon path="M8 2v8M4.5 7L8 10.5 11.5 7M2.5 13.5h11" />
+        <span class="vh-s">{t("bar.export")}</span>
+        <kbd class="hide-s">E</kbd>
+      </button>
       <button class="btn quiet" type="button" lang={language.value === "en" ? "zh" : "en"} onClick={() => (language.value = language.value === "en" ? "zh" : "en")}>
         {t("bar.language")}
       </button>
@@ -112,6 +117,9 @@ const JOB_TEXTS: Record<string, TextKey> = {
   similarity: "job.similarity",
   ablate: "job.ablate",
   sweep: "job.sweep",
+  greedy: "job.greedy",
+  generate: "job.generate",
+  "lab-plan": "job.labPlan",
   cost: "job.cost",
   prune: "job.prune",
   convert: "job.convert",

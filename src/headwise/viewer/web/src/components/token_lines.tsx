@@ -11,14 +11,18 @@ import { streamWords, visibleToken } from "./tokens";
 
 const LISTED_PAIRS = 200;
 
-interface Pair {
+/** Sizes of the drawings, which figures share. */
+export const LINES = { left: 180, right: 380, width: 560, line: 22 };
+export const ARCS = { step: 64, height: (tokens: number) => Math.min(40 + tokens * 7, 320) };
+
+export interface Pair {
   query: number;
   key: number;
   weight: number;
 }
 
 /** The cells of a tile with their weights; a cell that covers several pairs stands for its first. */
-function tilePairs(tile: TileState, least: number): Pair[] {
+export function tilePairs(tile: TileState, least: number): Pair[] {
   const pairs: Pair[] = [];
   for (let row = 0; row < tile.rows; row++) {
     for (let column = 0; column < tile.columns; column++) {
@@ -47,6 +51,24 @@ export function StrongestPairs({ item, tile }: { item: Site; tile: TileState | n
   );
 }
 
+export function linePath({ query, key }: Pair): string {
+  const [from, to] = [query * LINES.line + 14, key * LINES.line + 14];
+  return `M${LINES.left} ${from}C${LINES.left + 80} ${from} ${LINES.right - 80} ${to} ${LINES.right} ${to}`;
+}
+
+export function arcPath({ query, key }: Pair, tokens: number): string {
+  const height = ARCS.height(tokens);
+  const [from, to] = [(query + 0.5) * ARCS.step, (key + 0.5) * ARCS.step];
+  const reach = Math.min(Math.abs(from - to) * 0.55 + 8, height);
+  return `M${from} ${height}C${from} ${height - reach} ${to} ${height - reach} ${to} ${height}`;
+}
+
+/** Strong pairs are opaque; those of other queries than the selected one are faint. */
+export function pairOpacity(pair: Pair, tile: TileState): number {
+  const focus = selectedToken.value;
+  return rampPosition(pair.weight / tile.scale, scale.value) * (focus === null || pair.query === focus ? 0.9 : 0.08);
+}
+
 /** Tokens in two columns joined by lines, or in one row joined by arcs. */
 export function TokenLines({ item, tile, arcs }: { item: Site; tile: TileState | null; arcs: boolean }): JSX.Element {
   const queryWords = streamWords(item.queryStream);
@@ -54,22 +76,17 @@ export function TokenLines({ item, tile, arcs }: { item: Site; tile: TileState |
   void themeVersion.value;
   const pairs = tile ? tilePairs(tile, 0.02 * tile.scale) : [];
   const focus = selectedToken.value;
-  const opacity = (pair: Pair) => rampPosition(pair.weight / (tile?.scale ?? 1), scale.value) * (focus === null || pair.query === focus ? 0.9 : 0.08);
   if (arcs) {
-    const step = 64;
-    const width = queryWords.length * step;
-    const height = Math.min(40 + queryWords.length * 7, 320);
+    const width = queryWords.length * ARCS.step;
+    const height = ARCS.height(queryWords.length);
     return (
       <div class="scroll" tabIndex={0} role="region" aria-label={t("head.arcs")}>
         <svg class="lines" width={width} height={height + 28} role="img" aria-label={t("head.arcs")}>
-          {pairs.map((pair, index) => {
-            const from = (pair.query + 0.5) * step;
-            const to = (pair.key + 0.5) * step;
-            const reach = Math.min(Math.abs(from - to) * 0.55 + 8, height);
-            return <path key={index} d={`M${from} ${height}C${from} ${height - reach} ${to} ${height - reach} ${to} ${height}`} stroke={cssRamp(0.85)} stroke-opacity={opacity(pair)} />;
-          })}
+          {pairs.map((pair, index) => (
+            <path key={index} d={arcPath(pair, queryWords.length)} stroke={cssRamp(0.85)} stroke-opacity={pairOpacity(pair, tile!)} />
+          ))}
           {queryWords.map((word, index) => (
-            <text key={index} class={`token-text ${focus === index ? "chosen" : ""}`} x={(index + 0.5) * step} y={height + 18} text-anchor="middle" onClick={() => (selectedToken.value = focus === index ? null : index)}>
+            <text key={index} class={`token-text ${focus === index ? "chosen" : ""}`} x={(index + 0.5) * ARCS.step} y={height + 18} text-anchor="middle" onClick={() => (selectedToken.value = focus === index ? null : index)}>
               {visibleToken(word)}
             </text>
           ))}
@@ -77,20 +94,19 @@ export function TokenLines({ item, tile, arcs }: { item: Site; tile: TileState |
       </div>
     );
   }
-  const line = 22;
-  const height = Math.max(queryWords.length, keyWords.length) * line + 8;
+  const height = Math.max(queryWords.length, keyWords.length) * LINES.line + 8;
   return (
-    <svg class="lines" viewBox={`0 0 560 ${height}`} role="img" aria-label={t("head.lines")}>
+    <svg class="lines" viewBox={`0 0 ${LINES.width} ${height}`} role="img" aria-label={t("head.lines")}>
       {pairs.map((pair, index) => (
-        <path key={index} d={`M180 ${pair.query * line + 14}C260 ${pair.query * line + 14} 300 ${pair.key * line + 14} 380 ${pair.key * line + 14}`} stroke={cssRamp(0.85)} stroke-opacity={opacity(pair)} />
+        <path key={index} d={linePath(pair)} stroke={cssRamp(0.85)} stroke-opacity={pairOpacity(pair, tile!)} />
       ))}
       {queryWords.map((word, index) => (
-        <text key={`q${index}`} class={`token-text ${focus === index ? "chosen" : ""}`} x="172" y={index * line + 18} text-anchor="end" onClick={() => (selectedToken.value = focus === index ? null : index)}>
+        <text key={`q${index}`} class={`token-text ${focus === index ? "chosen" : ""}`} x={LINES.left - 8} y={index * LINES.line + 18} text-anchor="end" onClick={() => (selectedToken.value = focus === index ? null : index)}>
           {visibleToken(word)}
         </text>
       ))}
       {keyWords.map((word, index) => (
-        <text key={`k${index}`} class="token-text" x="388" y={index * line + 18}>
+        <text key={`k${index}`} class="token-text" x={LINES.right + 8} y={index * LINES.line + 18}>
           {visibleToken(word)}
         </text>
       ))}

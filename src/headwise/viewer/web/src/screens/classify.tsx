@@ -1,79 +1,186 @@
-// Classify: the classes of every head with their scores and evidence, and thresholds with a live recount.
+// Class: the classes of every head with score, interval and evidence; thresholds with a live recount; classes of one's own.
 
-import { useSignal } from "@preact/signals";
+import { signal } from "@preact/signals";
 import type { JSX } from "preact";
-import { Meter, Panel } from "../components/basics";
-import { Badge, classLetter, className, LETTERS } from "../components/class_badge";
+import { Meter, Panel, type Column } from "../components/basics";
+import { Badge, classLetter, className, LETTERS, type Letter } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
 import { MeasurePrompt } from "../components/shell";
-import { format, t } from "../i18n";
-import { classesOf, firstHeads, headIndex, headName, measures, selectHead, sites, type HeadClass } from "../state";
+import { downloadText } from "../download";
+import { classWord, format, t } from "../i18n";
+import { firstHeads, headIndex, headName, measuredClasses, measureOf, measures, ownClass, ownClasses, selectHead, setOwnClass, sites, type HeadClass } from "../state";
+
+/** The measure that decides a class, where its name differs. Mirrors `head_classes.CLASS_RULES`. */
+const MEASURE_OF_CLASS: Record<string, string> = { "rare-token": "rare", broad: "breadth" };
+const CLASS_NAMES = ["sink", "separator", "previous", "self", "next", "duplicate", "induction", "punctuation", "rare-token", "broad", "alignment", "unclear"];
 
 interface Row {
   index: number;
   site: number;
   head: number;
-  top: HeadClass | undefined;
-  all: HeadClass[];
+  own: string | undefined;
+  top: HeadClass | undefined; // by the measures, at the thresholds
+  others: HeadClass[];
+  low: number;
+  high: number;
+}
+
+const thresholds = signal<Partial<Record<Letter, number>>>({});
+const onlyCertain = signal(false);
+const shownLetter = signal<Letter | null>(null);
+
+/** The class of a row: the user's, else that by the measures. */
+const nameOf = (row: Row) => row.own ?? row.top?.name;
+
+/** The measure behind a class of a head; that of an alignment is the better of its conventions. */
+function measureName(index: number, name: string): string {
+  if (name === "alignment") {
+    const rows = ["alignment input", "alignment target"];
+    return rows.sort((a, b) => (measureOf(index, b) || 0) - (measureOf(index, a) || 0))[0]!;
+  }
+  const names = measures.value?.names ?? [];
+  const known = MEASURE_OF_CLASS[name] ?? name;
+  return names.includes(known) ? known : "offset";
+}
+
+/** An end of the interval of a class's measure on the scale of its score, which is linear in the measure. */
+function scoreOf(index: number, { name, score }: HeadClass, part: 1 | 2): number {
+  const measure = measureName(index, name);
+  const chance = score < 1 ? (measureOf(index, measure) - score) / (1 - score) : measureOf(index, measure, 3);
+  return Math.min(Math.max((measureOf(index, measure, part) - chance) / (1 - chance), 0), 1);
+}
+
+function readRows(): Row[] {
+  return sites.value.flatMap((site, number) =>
+    Array.from({ length: site.heads }, (_, head) => {
+      const index = firstHeads.value[number]! + head;
+      const counted = measuredClasses(index).filter((one) => {
+        const isEnough = one.score >= (thresholds.value[classLetter(one.name)] ?? 0);
+        return one.name !== "unclear" && isEnough && (!onlyCertain.value || scoreOf(index, one, 1) > 0);
+      });
+      const top = counted[0];
+      const [low, high] = top ? [scoreOf(index, top, 1), scoreOf(index, top, 2)] : [NaN, NaN];
+      return { index, site: number, head, own: ownClass(index), top, others: counted.slice(1), low, high };
+    }),
+  );
+}
+
+/** Why a head has its class: the user's word, the evidence, or that of the strongest candidate. */
+function evidence(row: Row): string {
+  const measured = row.top?.evidence ?? measuredClasses(row.index)[0]?.evidence ?? t("inspector.noClass");
+  return row.own ? `${t("classify.isOwn")}; ${t("classify.byMeasures")}: ${row.top?.name ?? "unclear"}. ${measured}` : measured;
 }
 
 export function ClassifyScreen(): JSX.Element {
-  const threshold = useSignal(0);
   if (!measures.value) return <MeasurePrompt />;
-  const rows: Row[] = sites.value.flatMap((site, number) =>
-    Array.from({ length: site.heads }, (_, head) => {
-      const index = firstHeads.value[number]! + head;
-      const all = classesOf(index).filter(({ score }) => score >= threshold.value);
-      return { index, site: number, head, top: all[0], all };
-    }),
-  );
-  const counts = LETTERS.map((letter) => rows.filter((row) => classLetter(row.top?.name) === letter).length);
+  const rows = readRows();
+  const shown = rows.filter((row) => shownLetter.value === null || classLetter(nameOf(row)) === shownLetter.value);
   return (
     <>
       <div class="toolbar">
         <h1>{t("screen.classify")}</h1>
         <span class="sm t3 hide-s">{measures.value.texts}</span>
+        {ownClasses.value.length > 0 && <span class="tag acc">{t("classify.ownCount", { count: ownClasses.value.length })}</span>}
         <span class="grow" />
-        <label class="picker range">
-          <span>
-            {t("score")} ≥ {threshold.value.toFixed(2)}
-          </span>
-          <input type="range" min="0" max="1" step="0.05" value={threshold.value} onInput={(event) => (threshold.value = Number(event.currentTarget.value))} />
-        </label>
+        {ownClasses.value.length > 0 && (
+          <button class="btn" type="button" onClick={() => (ownClasses.value = [])}>
+            {t("classify.forget")}
+          </button>
+        )}
+        <button class="btn" type="button" onClick={() => downloadText("classes.csv", "text/csv", csvOf(rows))}>
+          {t("classify.csv")}
+        </button>
       </div>
-      <div class="legend" role="status">
-        {LETTERS.map((letter, index) => (
-          <span key={letter}>
-            <Badge name={letter === "u" ? undefined : rows.find((row) => classLetter(row.top?.name) === letter)?.top?.name ?? className(letter)} />
-            {className(letter)} <span class="t3">{counts[index]}</span>
-          </span>
-        ))}
+      <div class="classify">
+        <ThresholdPanel rows={rows} />
+        <Panel>
+          <DataTable caption={t("screen.classify")} rows={shown} sort="score" isSelected={(row) => row.index === headIndex.value} onSelect={(row) => selectHead(row.site, row.head)} columns={columns()} />
+        </Panel>
       </div>
-      <Panel>
-        <DataTable
-          caption={t("screen.classify")}
-          rows={rows}
-          sort="score"
-          isSelected={(row) => row.index === headIndex.value}
-          onSelect={(row) => selectHead(row.site, row.head)}
-          columns={[
-            { key: "head", title: t("head"), value: (row) => headName(row.site, row.head) },
-            {
-              key: "class",
-              title: t("class"),
-              value: (row) => row.top?.name ?? t("class.unclear"),
-              cell: (row) => (
-                <span class="row tight nw">
-                  <Badge name={row.top?.name} /> {row.top?.name ?? t("class.unclear")}
-                </span>
-              ),
-            },
-            { key: "bar", title: "", value: (row) => row.top?.score ?? NaN, cell: (row) => <span class="bar-cell"><Meter value={row.top?.score ?? 0} /></span> },
-            { key: "score", title: t("score"), numeric: true, value: (row) => row.top?.score ?? NaN, cell: (row) => format(row.top?.score ?? NaN) },
-            { key: "evidence", title: t("inspector.evidence"), value: (row) => row.top?.evidence ?? t("inspector.noClass") },
-          ]}
-        />
-      </Panel>
     </>
   );
+}
+
+/** For every class its count, a threshold, and a button that shows only its heads. */
+function ThresholdPanel({ rows }: { rows: Row[] }): JSX.Element {
+  const counts = new Map<Letter, number>();
+  for (const row of rows) counts.set(classLetter(nameOf(row)), (counts.get(classLetter(nameOf(row))) ?? 0) + 1);
+  const known = LETTERS.filter((letter) => letter === "u" || counts.has(letter) || rows.some((row) => measuredClasses(row.index).some(({ name }) => classLetter(name) === letter)));
+  return (
+    <Panel title={t("classify.thresholds")} side={<button class="btn quiet" type="button" onClick={() => ([thresholds.value, onlyCertain.value, shownLetter.value] = [{}, false, null])}>{t("classify.reset")}</button>}>
+      <p class="t3 sm">{t("classify.thresholdsHint")}</p>
+      <label class="check sm">
+        <input type="checkbox" checked={onlyCertain.value} onChange={(event) => (onlyCertain.value = event.currentTarget.checked)} />
+        {t("classify.certain")}
+      </label>
+      <div class="thresholds" role="status">
+        {known.map((letter) => (
+          <div class="threshold" key={letter}>
+            <Badge name={letter === "u" ? undefined : rows.find((row) => classLetter(nameOf(row)) === letter)?.top?.name ?? className(letter)} />
+            <button type="button" aria-pressed={shownLetter.value === letter} onClick={() => (shownLetter.value = shownLetter.value === letter ? null : letter)}>
+              {className(letter)}
+            </button>
+            <span class="num" data-testid={`count-${letter}`}>
+              {counts.get(letter) ?? 0}
+            </span>
+            {letter !== "u" && (
+              <label class="xs t3">
+                ≥ {(thresholds.value[letter] ?? 0).toFixed(2)}
+                <input type="range" min="0" max="1" step="0.05" aria-label={`${t("score")} ≥, ${className(letter)}`} value={thresholds.value[letter] ?? 0} onInput={(event) => (thresholds.value = { ...thresholds.value, [letter]: Number(event.currentTarget.value) })} />
+              </label>
+            )}
+          </div>
+        ))}
+      </div>
+    </Panel>
+  );
+}
+
+function columns(): Column<Row>[] {
+  const names = [...new Set([...CLASS_NAMES, ...[...(measures.value?.classes.values() ?? [])].flat().map(({ name }) => name)])].filter((name) => !name.includes(","));
+  return [
+    { key: "head", title: t("head"), value: (row) => headName(row.site, row.head) },
+    {
+      key: "class",
+      title: t("class"),
+      value: (row) => nameOf(row) ?? "unclear",
+      cell: (row) => (
+        <span class="row tight nw">
+          <Badge name={nameOf(row)} /> {classWord(nameOf(row))}
+          {row.own && <span class="tag acc">{t("classify.own")}</span>}
+          {row.others.length > 0 && (
+            <span class="t3 xs" title={row.others.map(({ name, score }) => `${name} ${format(score)}`).join(", ")}>
+              {t("classify.also")} {row.others.map(({ name }) => classWord(name)).join(", ")}
+            </span>
+          )}
+        </span>
+      ),
+    },
+    { key: "score", title: t("score"), numeric: true, value: (row) => row.top?.score ?? NaN, cell: (row) => format(row.top?.score ?? NaN) },
+    { key: "bar", title: "", value: (row) => row.top?.score ?? NaN, cell: (row) => <span class="bar-cell"><Meter value={row.top?.score ?? 0} /></span> },
+    { key: "interval", title: t("classify.interval"), numeric: true, value: (row) => row.low, cell: (row) => (Number.isFinite(row.low) ? `${format(row.low)}–${format(row.high)}` : "–") },
+    {
+      key: "own",
+      title: t("classify.own"),
+      value: (row) => row.own ?? "",
+      cell: (row) => (
+        <select value={row.own ?? ""} aria-label={`${t("classify.own")}: ${headName(row.site, row.head)}`} onClick={(event) => event.stopPropagation()} onChange={(event) => setOwnClass(row.site, row.head, event.currentTarget.value)}>
+          <option value="">{t("classify.byMeasures")}</option>
+          {names.map((name) => (
+            <option key={name} value={name}>
+              {classWord(name)}
+            </option>
+          ))}
+        </select>
+      ),
+    },
+    { key: "evidence", title: t("inspector.evidence"), value: evidence },
+  ];
+}
+
+/** The table as CSV, with the class by the measures beside the user's. */
+function csvOf(rows: Row[]): string {
+  const quote = (value: string | number) => (typeof value === "number" ? (Number.isFinite(value) ? String(value) : "") : `"${value.replace(/"/g, '""')}"`);
+  const lines = rows.map((row) => [sites.value[row.site]!.name, row.head, nameOf(row) ?? "unclear", row.own ? "user" : "measures", row.top?.name ?? "unclear", row.top?.score ?? NaN, row.low, row.high, evidence(row)]);
+  return [["site", "head", "class", "source", "measured_class", "score", "score_low", "score_high", "evidence"], ...lines].map((line) => line.map(quote).join(",")).join("\n") + "\n";
 }

@@ -1,152 +1,176 @@
-// Lab: switch heads off or scale them, and compare what the model does before and after.
+// Lab: switch heads off or scale them, at all tokens or at some, and compare what the model does before and after.
 
-import { useSignal } from "@preact/signals";
+import { useRef } from "preact/hooks";
 import type { JSX } from "preact";
-import { ablateReason, setAblated, toggleAblated, undoAblation } from "../actions";
-import { Meter, Panel, Select } from "../components/basics";
-import { DataTable } from "../components/data_table";
+import { ablateReason, canRedo, canUndo, redoAblation, setAblated, toggleAblated, undoAblation } from "../actions";
+import { Panel, Segmented } from "../components/basics";
+import { CopyButton, CopyCode } from "../components/copy_code";
 import { streamWords, visibleToken } from "../components/tokens";
-import { format, t, type TextKey } from "../i18n";
-import { doc, headCount, headName, isAblated, runJob, selectHead, selectedHead, selectedSite, site, sites, source } from "../state";
-import type { AblatedHead } from "../source";
+import { downloadText } from "../download";
+import { t, type TextKey } from "../i18n";
+import { changeMode, chosenTokens, computeEffect, effect, factor, loadRecipe, mode, modeFields, MODES, openTokens, randomSets, recipeText, requestKey, resampleText, toggleToken } from "../lab_state";
+import { doc, headCount, headName, isAblated, job, selectHead, selectedHead, selectedSite, sites, source } from "../state";
+import { CurvesPanel } from "./lab_curves";
+import { EffectPanel } from "./lab_effect";
 
-interface Effect {
-  heads: AblatedHead[];
-  loss: { before: number | null; after: number | null };
-  kl: number | null;
-  klByPosition: (number | null)[];
-  next: { token: string; before: number; after: number }[];
-  outputs: string;
-  notes: string[];
-}
-
-const MODES = ["zero", "mean"] as const;
+const MOST_CHIPS = 512; // tokens to choose from; longer texts are ablated at all tokens
 
 export function LabScreen(): JSX.Element {
-  const effect = useSignal<Effect | null>(null);
-  const mode = useSignal<(typeof MODES)[number]>("zero");
   const ablated = doc.value?.ablated ?? [];
   const reason = ablateReason();
-  const isStale = effect.value !== null && JSON.stringify(effect.value.heads) !== JSON.stringify(ablated);
-  const compute = async () => {
-    const heads = ablated.map((item) => [item.site, item.head, item.mode, item.scale]);
-    const result = await runJob("ablate", { heads });
-    if (result) effect.value = { ...result, heads: ablated };
-  };
-  const changeMode = (value: (typeof MODES)[number]) => {
-    mode.value = value;
-    setAblated(ablated.map((item) => ({ ...item, mode: value })));
-  };
+  const canRun = ablated.length > 0 && source.isLive && !job.value;
+  const isStale = effect.value !== null && effect.value.request !== requestKey.value;
   return (
     <>
       <div class="toolbar">
         <h1>{t("lab.title")}</h1>
         <span class="sm t3">{t("lab.off", { count: ablated.length, total: headCount.value })}</span>
         <span class="grow" />
-        <Select label={t("lab.mode")} value={mode.value} options={MODES.map((name) => [name, t(`lab.${name}` as TextKey)] as const)} onChange={changeMode} />
-        <button class="btn" type="button" onClick={undoAblation}>
+        <button class="btn" type="button" aria-disabled={!canUndo.value} onClick={undoAblation}>
           {t("lab.undo")}
         </button>
-        <button class="btn" type="button" onClick={() => setAblated([])}>
+        <button class="btn" type="button" aria-disabled={!canRedo.value} onClick={redoAblation}>
+          {t("lab.redo")}
+        </button>
+        <button class="btn" type="button" aria-disabled={!ablated.length} onClick={() => ablated.length && setAblated([])}>
           {t("lab.clear")}
         </button>
-        <button class="btn primary" type="button" aria-disabled={!ablated.length || !source.isLive} onClick={() => ablated.length && void compute()}>
+        <button class="btn primary" type="button" aria-disabled={!canRun} onClick={() => canRun && void computeEffect()}>
           {t("lab.run")}
         </button>
       </div>
       {reason && <p class="note">{reason}</p>}
       <div class="lab-lay">
-        <Panel title={t("open.layers")}>
-          <p class="t3 sm">{t("lab.hint")}</p>
-          <div class="switches" role="group" aria-label={t("lab.hint")}>
-            {sites.value.map((item, number) => (
-              <div class="switch-row" key={item.name}>
-                <span class="xs t3" title={item.name}>
-                  {headName(number, 0).split(" ")[0]}
-                </span>
-                {Array.from({ length: item.heads }, (_, head) => (
-                  <button
-                    key={head}
-                    type="button"
-                    role="switch"
-                    class={`switch ${selectedSite.value === number && selectedHead.value === head ? "current" : ""}`}
-                    aria-checked={!isAblated(number, head)}
-                    aria-label={headName(number, head)}
-                    onClick={() => {
-                      selectHead(number, head);
-                      toggleAblated(number, head, mode.value);
-                    }}
-                  >
-                    {head}
-                  </button>
-                ))}
-              </div>
-            ))}
-          </div>
-        </Panel>
-        <Panel title={`${t("lab.before")} → ${t("lab.after")}`} class={isStale ? "stale" : ""}>
-          {isStale && (
-            <p class="stalebar">
-              {t("lab.stale")}
-              <button class="btn" type="button" onClick={() => void compute()}>
-                {t("lab.recompute")}
-              </button>
-            </p>
-          )}
-          {effect.value ? <EffectView effect={effect.value} /> : <p class="t3">{ablated.length ? t("lab.run") : t("lab.none")}</p>}
-        </Panel>
+        <div class="stack">
+          <HeadsPanel />
+          <RecipePanel isStale={isStale} />
+        </div>
+        <EffectPanel isStale={isStale} />
+        <CurvesPanel />
       </div>
     </>
   );
 }
 
-function EffectView({ effect }: { effect: Effect }): JSX.Element {
-  const words = streamWords(site.value?.queryStream ?? "text");
-  const most = Math.max(...effect.klByPosition.map((value) => value ?? 0), 1e-9);
-  const number = (value: number | null) => (value === null ? "–" : format(value));
+function HeadsPanel(): JSX.Element {
   return (
-    <div class="stack">
-      <dl class="kv" data-testid="effect">
-        <dt>{t("lab.loss")}</dt>
-        <dd>
-          {number(effect.loss.before)} → <b class="b">{number(effect.loss.after)}</b>
-        </dd>
-        <dt>{effect.outputs}</dt>
-        <dd>
-          <b class="b">{number(effect.kl)}</b>
-        </dd>
-      </dl>
-      {effect.next.length > 0 && (
-        <DataTable
-          caption={t("lab.next")}
-          rows={effect.next}
-          columns={[
-            { key: "token", title: t("lab.token"), value: (row) => visibleToken(row.token) },
-            { key: "before", title: t("lab.before"), numeric: true, value: (row) => row.before, cell: (row) => format(row.before) },
-            { key: "bar", title: "", value: (row) => row.after, cell: (row) => <span class="bar-cell"><Meter value={row.after} chance={row.before} /></span> },
-            { key: "after", title: t("lab.after"), numeric: true, value: (row) => row.after, cell: (row) => format(row.after) },
-          ]}
-        />
+    <Panel title={t("open.layers")}>
+      <p class="t3 sm">{t("lab.hint")}</p>
+      <div class="switches" role="group" aria-label={t("lab.hint")}>
+        {sites.value.map((item, number) => (
+          <div class="switch-row" key={item.name}>
+            <span class="xs t3" title={item.name}>
+              {headName(number, 0).split(" ")[0]}
+            </span>
+            {Array.from({ length: item.heads }, (_, head) => (
+              <button
+                key={head}
+                type="button"
+                role="switch"
+                class={`switch ${selectedSite.value === number && selectedHead.value === head ? "current" : ""}`}
+                aria-checked={!isAblated(number, head)}
+                aria-label={headName(number, head)}
+                onClick={() => {
+                  selectHead(number, head);
+                  toggleAblated(number, head, modeFields().mode, modeFields().scale);
+                }}
+              >
+                {head}
+              </button>
+            ))}
+          </div>
+        ))}
+      </div>
+      <div class="row wrap lab-how">
+        <Segmented label={t("lab.mode")} value={mode.value} options={MODES.map((name) => [name, t(`lab.${name}` as TextKey)] as const)} onChange={(value) => changeMode(value)} />
+        {mode.value === "zero" && (
+          <label class="picker range">
+            <span>
+              {t("lab.scale")} {factor.value.toFixed(2)}
+            </span>
+            <input type="range" min="0" max="1" step="0.05" value={factor.value} onChange={(event) => changeMode("zero", Number(event.currentTarget.value))} />
+          </label>
+        )}
+      </div>
+      <p class="t3 sm">{t(`lab.explain.${mode.value}` as TextKey)}</p>
+      {mode.value === "resample" && Object.keys(doc.value?.streams ?? {}).length === 1 && (
+        <input type="text" value={resampleText.value} placeholder={t("lab.resampleText")} aria-label={t("lab.resampleText")} onInput={(event) => (resampleText.value = event.currentTarget.value)} />
       )}
-      <h3>{t("lab.byPosition")}</h3>
-      <table class="finder">
-        <tbody>
-          {effect.klByPosition.slice(0, 64).map((value, index) => (
-            <tr key={index}>
-              <td class="mono">{visibleToken(words[index] ?? String(index))}</td>
-              <td class="bar-cell">
-                <Meter value={(value ?? 0) / most} />
-              </td>
-              <td class="num">{number(value)}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
-      {effect.notes.map((note) => (
-        <p key={note} class="t3 sm">
-          {note}
-        </p>
+      <TokenChoice />
+      <label class="picker lab-how">
+        <span>{t("lab.random")}</span>
+        <input type="number" min="0" max="20" value={randomSets.value} onChange={(event) => (randomSets.value = Math.min(Math.max(Math.round(Number(event.currentTarget.value)) || 0, 0), 20))} />
+      </label>
+    </Panel>
+  );
+}
+
+/** At which tokens heads are ablated, for each stream of queries. */
+function TokenChoice(): JSX.Element {
+  const streams = [...new Set(sites.value.map((item) => item.queryStream))];
+  const count = Object.values(openTokens()).reduce((sum, positions) => sum + positions.length, 0);
+  return (
+    <details class="lab-how">
+      <summary>{count ? t("lab.someTokens", { count }) : t("lab.allTokens")}</summary>
+      {streams.map((stream) => (
+        <div key={stream} role="group" aria-label={`${t("lab.tokens")} · ${stream}`}>
+          {streams.length > 1 && <h3>{t(stream === "source" ? "source" : "text")}</h3>}
+          <div class="chips">
+            {streamWords(stream)
+              .slice(0, MOST_CHIPS)
+              .map((word, index) => (
+                <button key={index} type="button" class="chip" aria-pressed={chosenTokens.value[stream]?.includes(index) ?? false} onClick={() => toggleToken(stream, index)}>
+                  {visibleToken(word)}
+                </button>
+              ))}
+          </div>
+        </div>
       ))}
-    </div>
+      {count > 0 && (
+        <button class="btn" type="button" onClick={() => (chosenTokens.value = {})}>
+          {t("lab.allTokens")}
+        </button>
+      )}
+    </details>
+  );
+}
+
+function RecipePanel({ isStale }: { isStale: boolean }): JSX.Element {
+  const file = useRef<HTMLInputElement>(null);
+  const recipe = isStale ? undefined : effect.value?.recipe;
+  const load = async (input: HTMLInputElement) => {
+    const text = await input.files?.[0]?.text();
+    if (text !== undefined) loadRecipe(text);
+    input.value = "";
+  };
+  return (
+    <Panel title={t("lab.recipe")}>
+      <div class="stack">
+        <p class="t3 sm">{t("lab.recipeHint")}</p>
+        <div class="row wrap">
+          <CopyButton text={recipeText()} label={t("lab.copyJson")} />
+          <button class="btn" type="button" onClick={() => downloadText("recipe.json", "application/json", recipeText())}>
+            {t("lab.download")}
+          </button>
+          <button class="btn" type="button" onClick={() => file.current?.click()}>
+            {t("lab.load")}
+          </button>
+          <input ref={file} class="vh" type="file" accept=".json,application/json" aria-label={t("lab.load")} tabIndex={-1} onChange={(event) => void load(event.currentTarget)} />
+        </div>
+        {recipe?.command && (
+          <>
+            <h3>{t("lab.command")}</h3>
+            <CopyCode text={recipe.command} testId="recipe-command" />
+          </>
+        )}
+        {recipe?.python && (
+          <details>
+            <summary>{t("lab.python")}</summary>
+            <CopyCode text={recipe.python} testId="recipe-python" />
+          </details>
+        )}
+        {!recipe && <p class="t3 sm">{t("lab.recipeLater")}</p>}
+      </div>
+    </Panel>
   );
 }

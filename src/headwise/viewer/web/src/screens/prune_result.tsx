@@ -1,8 +1,8 @@
 // What the Prune & convert screen shows of sizes, of heads that stay and go, and of a proof.
 
-import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
+import { CopyCode } from "../components/copy_code";
 import { DataTable } from "../components/data_table";
 import type { Column } from "../components/basics";
 import { format, t, type TextKey } from "../i18n";
@@ -178,21 +178,10 @@ export function ResultView({ result }: { result: SurgeryResult }): JSX.Element {
 }
 
 function Command({ text }: { text: string }): JSX.Element {
-  const isCopied = useSignal(false);
-  const copy = async () => {
-    await navigator.clipboard.writeText(text);
-    isCopied.value = true;
-    setTimeout(() => (isCopied.value = false), 2000);
-  };
   return (
     <div>
       <h3>{t("prune.command")}</h3>
-      <div class="command">
-        <code data-testid="command">{text}</code>
-        <button class="btn" type="button" onClick={() => void copy()}>
-          {isCopied.value ? t("prune.copied") : t("prune.copy")}
-        </button>
-      </div>
+      <CopyCode text={text} testId="command" />
       <p class="t3 sm">{text.split(" ")[2] === "MODEL" ? t("prune.commandModel") : t("prune.commandHint")}</p>
     </div>
   );

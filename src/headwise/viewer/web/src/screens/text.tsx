@@ -1,119 +1,240 @@
-// Text: tokens as chips. The upper half of a chip shows where the pointed token attends to, the lower half which tokens
-// attend to it; of one head, or of two heads over each other.
+// Text: tokens as chips and as lines. Of one head or the mean of several, the upper half of a chip shows where the pointed
+// token attends to, the lower half which tokens attend to it; of two heads, each half shows where one of them attends to.
 
-import { useSignal, useSignalEffect } from "@preact/signals";
+import { useComputed, useSignal, useSignalEffect } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
+import { generateText } from "../actions";
 import { cssRamp, rampPosition, themeVersion } from "../canvas/colors";
-import { Panel } from "../components/basics";
+import { Panel, Segmented, Select } from "../components/basics";
+import { StrongestPairs } from "../components/token_lines";
+import type { TileState } from "../components/head_data";
 import { isSpecial, streamWords, visibleToken } from "../components/tokens";
-import { format, t } from "../i18n";
-import { headName, pinned, scale, selectedHead, selectedSite, selectedToken, site, sites, source } from "../state";
+import { fetchMeanTile, fetchWeights, NO_WEIGHTS, otherHeads, shownGroups, strongestQuery, type HeadPair, type Weights } from "../components/voice_data";
+import { MOST_LINES, VoiceLines } from "../components/voice_lines";
+import { format, t, type TextKey } from "../i18n";
+import type { Site } from "../source";
+import { doc, generation, headName, job, scale, secondHead, selectedSite, selectedToken, site, sites, source, textMode } from "../state";
 
-interface Shares {
-  to: Float32Array | null; // weights of the pointed query
-  from: Float32Array | null; // weights on the pointed key
-}
+const LISTED = 6; // keys and queries in the lists
 
-async function fetchShares(siteNumber: number, head: number, query: number | null, key: number | null, signal: AbortSignal): Promise<Shares> {
-  const get = async (path: string) => (await source.fetchArrays(path, signal)).arrays["weights"]!.data as Float32Array;
-  const where = `site=${siteNumber}&head=${head}`;
-  const [to, from] = await Promise.all([
-    query === null ? null : get(`row?${where}&query=${query}&lens=weight`),
-    key === null ? null : get(`column?${where}&key=${key}`),
-  ]);
-  return { to, from };
+interface Shown {
+  tiles: TileState[];
+  weights: Weights[];
 }
 
 export function TextScreen(): JSX.Element {
   const hovered = useSignal<{ stream: string; index: number } | null>(null);
-  const shares = useSignal<Shares>({ to: null, from: null });
-  const second = useSignal<Shares>({ to: null, from: null });
+  const tiles = useSignal<TileState[]>([]);
+  const weights = useSignal<Weights[]>([]);
   const item = site.value;
-  const pins = pinned.value.map((pin) => pin.split(".").map(Number) as [number, number]);
-  const other = pins.find(([siteNumber, head]) => (siteNumber !== selectedSite.value || head !== selectedHead.value) && sites.value[siteNumber]?.queryStream === item?.queryStream && sites.value[siteNumber]?.keyStream === item?.keyStream);
-
-  useSignalEffect(() => {
+  /** What is pointed at: the hovered token, the kept one, or the query of the strongest pair. */
+  const pointed = useComputed(() => {
     const current = site.value;
-    const pointed = hovered.value ?? (selectedToken.value === null ? null : { stream: current?.queryStream ?? "text", index: selectedToken.value });
-    if (!current || !pointed) {
-      shares.value = { to: null, from: null };
-      return;
-    }
-    const query = pointed.stream === current.queryStream && pointed.index < current.numQueries ? pointed.index : null;
-    const key = pointed.stream === current.keyStream && pointed.index < current.numKeys ? pointed.index : null;
+    if (!current) return null;
+    if (hovered.value) return hovered.value;
+    if (selectedToken.value !== null) return { stream: current.queryStream, index: selectedToken.value };
+    const query = tiles.value[0] ? strongestQuery(tiles.value[0]) : null;
+    return query === null ? null : { stream: current.queryStream, index: query };
+  });
+  useSignalEffect(() => {
+    void doc.value?.revision;
     const abort = new AbortController();
-    const load = async () => {
-      shares.value = await fetchShares(selectedSite.value, selectedHead.value, query, key, abort.signal);
-      second.value = other ? await fetchShares(other[0], other[1], query, key, abort.signal) : { to: null, from: null };
-    };
-    load().catch(() => null);
+    if (site.value) Promise.all(shownGroups().map((heads) => fetchMeanTile(heads, abort.signal))).then((found) => (tiles.value = found), () => null);
     return () => abort.abort();
   });
-
+  useSignalEffect(() => {
+    const place = site.value && pointed.value && readPlace(site.value, pointed.value);
+    const abort = new AbortController();
+    if (!place) weights.value = shownGroups().map(() => NO_WEIGHTS);
+    else Promise.all(shownGroups().map((heads) => fetchWeights(heads, place.query, place.key, abort.signal))).then((found) => (weights.value = found), () => null);
+    return () => abort.abort();
+  });
   if (!item) return <p class="t3">{t("open.none")}</p>;
-  const streams = [...new Set([item.queryStream, item.keyStream])];
-  const names = [headName(selectedSite.value, selectedHead.value), ...(other ? [headName(...other)] : [])];
   return (
     <>
-      <div class="toolbar">
-        <h1>{t("text.title")}</h1>
-        {names.map((name, index) => (
-          <span key={name} class={`tag mono hue-${index}`}>
-            {name}
-          </span>
-        ))}
-        <span class="grow" />
-        <span class="sm t3 hide-s">{selectedToken.value === null ? t("text.hint") : t("text.locked", { number: selectedToken.value })}</span>
-      </div>
+      <Toolbar />
       <div class="stack">
-        {streams.map((stream) => (
-          <Panel key={stream} {...(streams.length > 1 ? { title: stream === "source" ? t("source") : t("text") } : {})}>
-            <Chips
-              stream={stream}
-              shares={{ to: stream === item.keyStream ? shares.value.to : null, from: stream === item.queryStream ? shares.value.from : null }}
-              second={{ to: stream === item.keyStream ? second.value.to : null, from: stream === item.queryStream ? second.value.from : null }}
-              onHover={(index) => (hovered.value = index === null ? null : { stream, index })}
-            />
-          </Panel>
-        ))}
-        <div class="two">
-          <TopList title={t("text.attends")} stream={item.keyStream} values={shares.value.to} />
-          <TopList title={t("text.attended")} stream={item.queryStream} values={shares.value.from} />
-        </div>
-        {!other && <p class="t3 sm">{t("text.pinHint")}</p>}
+        <Generation />
+        <TextBody item={item} shown={{ tiles: tiles.value, weights: weights.value }} pointed={pointed.value} onHover={(value) => (hovered.value = value)} />
       </div>
     </>
   );
 }
 
-function Chips(props: { stream: string; shares: Shares; second: Shares; onHover: (index: number | null) => void }): JSX.Element {
+/** The pointed token as a query and as a key of a layer, where it is one. */
+function readPlace(item: Site, pointed: { stream: string; index: number }): { query: number | null; key: number | null } {
+  const query = pointed.stream === item.queryStream && pointed.index < item.numQueries ? pointed.index : null;
+  const key = pointed.stream === item.keyStream && pointed.index < item.numKeys ? pointed.index : null;
+  return { query, key };
+}
+
+function groupName(heads: HeadPair[]): string {
+  return heads.length === 1 ? headName(...heads[0]!) : t("text.mean", { count: heads.length });
+}
+
+function Toolbar(): JSX.Element {
+  const groups = shownGroups();
+  const item = sites.value[selectedSite.value]!;
+  const alike = sites.value.flatMap((other, number) =>
+    other.queryStream === item.queryStream && other.keyStream === item.keyStream ? Array.from({ length: other.heads }, (_, head): HeadPair => [number, head]) : [],
+  );
+  const others = alike.filter(([number, head]) => number !== groups[0]![0]![0] || head !== groups[0]![0]![1]);
+  return (
+    <div class="toolbar">
+      <h1>{t("text.title")}</h1>
+      <Segmented label={t("text.heads")} value={textMode.value} options={(["one", "set", "two"] as const).map((name) => [name, t(`text.mode.${name}` as TextKey)] as const)} onChange={(value) => (textMode.value = value)} />
+      {(textMode.value === "set" ? groups[0]! : groups.map((heads) => heads[0]!)).map(([number, head], place) => (
+        <span key={`${number}.${head}`} class={`tag mono ${textMode.value === "two" ? `hue-tag-${place === 0 ? "a" : "b"}` : ""}`}>
+          {headName(number, head)}
+        </span>
+      ))}
+      {textMode.value === "two" && groups[1] && (
+        <Select label={t("text.second")} value={groups[1][0]!.join(".")} options={others.map((pair) => [pair.join("."), headName(...pair)] as const)} onChange={(value) => (secondHead.value = value)} />
+      )}
+      <span class="grow" />
+      <span class="sm t3 hide-s">{selectedToken.value !== null ? t("text.locked", { number: selectedToken.value }) : textMode.value === "set" && !otherHeads().length ? t("text.setHint") : t(textMode.value === "two" ? "text.twoHint" : "text.hint")}</span>
+    </div>
+  );
+}
+
+function TextBody(props: { item: Site; shown: Shown; pointed: { stream: string; index: number } | null; onHover: (value: { stream: string; index: number } | null) => void }): JSX.Element {
+  const { item, shown, pointed } = props;
+  const streams = [...new Set([item.keyStream, item.queryStream])];
+  const place = pointed && readPlace(item, pointed);
+  const groups = shownGroups();
+  const first = shown.weights[0] ?? NO_WEIGHTS;
+  const isTwo = groups.length > 1;
+  const isShort = Math.max(item.numQueries, item.numKeys) <= MOST_LINES;
+  const [keyWords, queryWords] = [streamWords(item.keyStream), streamWords(item.queryStream)];
+  return (
+    <>
+      <div class={streams.length > 1 ? "two" : ""}>
+        {streams.map((stream) => (
+          <Panel key={stream} title={streams.length > 1 ? t(stream === "source" ? "source" : "text") : ""}>
+            <Chips
+              stream={stream}
+              canKeep={stream === item.queryStream}
+              upper={stream === item.keyStream ? first.to : null}
+              lower={isTwo ? (stream === item.keyStream ? (shown.weights[1]?.to ?? null) : null) : stream === item.queryStream ? first.from : null}
+              isTwo={isTwo}
+              pointed={pointed?.stream === stream ? pointed.index : null}
+              onHover={(index) => props.onHover(index === null ? null : { stream, index })}
+            />
+          </Panel>
+        ))}
+      </div>
+      <div class="text-lay">
+        {isShort && (
+          <Panel title={t("text.lines")} side={groups.map((heads, number) => <span key={number} class={`tag mono ${isTwo ? `hue-tag-${number === 0 ? "a" : "b"}` : ""}`}>{groupName(heads)}</span>)}>
+            <VoiceLines item={item} groups={shown.weights} query={place?.query ?? null} onHover={(index) => props.onHover(index === null ? null : { stream: item.queryStream, index })} />
+          </Panel>
+        )}
+        <div class="stack">
+          {shown.weights.map(({ to, from }, number) => (
+            <Panel key={number} title={groups[number] ? groupName(groups[number]!) : ""} class={isTwo ? `hue-panel-${number === 0 ? "a" : "b"}` : ""}>
+              <div class={item.queryStream === item.keyStream ? "two" : ""}>
+                {place?.query !== null && <TopList title={place ? t("text.toOf", { token: visibleToken(queryWords[place.query!] ?? "") }) : t("text.attends")} words={keyWords} values={to} />}
+                {place && place.key !== null && <TopList title={t("text.fromOf", { token: visibleToken(keyWords[place.key] ?? "") })} words={queryWords} values={from} />}
+              </div>
+            </Panel>
+          ))}
+          {!isTwo && <PairPanels item={item} tiles={shown.tiles} />}
+        </div>
+        {isTwo && (
+          <div class="two pair-row">
+            <PairPanels item={item} tiles={shown.tiles} />
+          </div>
+        )}
+      </div>
+    </>
+  );
+}
+
+/** The strongest pairs of each group of heads. */
+function PairPanels({ item, tiles }: { item: Site; tiles: TileState[] }): JSX.Element {
+  const groups = shownGroups();
+  return (
+    <>
+      {tiles.map((tile, number) => (
+        <Panel key={number} title={`${t("head.strongest")}${groups[number] ? ` · ${groupName(groups[number]!)}` : ""}`}>
+          <div class="pairs">
+            <StrongestPairs item={item} tile={tile} />
+          </div>
+        </Panel>
+      ))}
+    </>
+  );
+}
+
+/** Continue the text, and step through the new tokens: each step reads the newest token and predicts the next. */
+function Generation(): JSX.Element | null {
+  const count = useSignal(16);
+  const isDecoder = doc.value?.sites.length && Object.keys(doc.value.streams).length === 1 && doc.value.model["kind"] !== "encoder";
+  if (!source.isLive || !isDecoder || !doc.value?.capabilities.text.possible) return null;
+  const made = generation.value && generation.value.first + generation.value.count === streamWords("text").length ? generation.value : null;
+  const step = made && selectedToken.value !== null ? selectedToken.value - made.first + 2 : null;
+  const go = (next: number) => made && (selectedToken.value = made.first - 2 + Math.min(Math.max(next, 1), made.count));
+  const words = streamWords("text");
+  return (
+    <div class="row wrap" data-testid="generation">
+      <label class="picker">
+        <span>{t("text.newTokens")}</span>
+        <input type="number" min="1" max="64" value={count.value} onChange={(event) => (count.value = Math.min(Math.max(Math.round(Number(event.currentTarget.value)) || 1, 1), 64))} />
+      </label>
+      <button class="btn" type="button" aria-disabled={job.value !== null} onClick={() => job.value === null && void generateText(count.value)}>
+        {t("text.generate")}
+      </button>
+      {made && (
+        <>
+          <button class="btn" type="button" aria-label={t("text.stepBack")} aria-disabled={step !== null && step <= 1} onClick={() => go((step ?? 2) - 1)}>
+            ◂
+          </button>
+          <button class="btn" type="button" aria-label={t("text.stepForward")} aria-disabled={step !== null && step >= made.count} onClick={() => go((step ?? 0) + 1)}>
+            ▸
+          </button>
+          <span class="sm">
+            {step !== null && step >= 1 && step <= made.count
+              ? t("text.step", { step, count: made.count, read: visibleToken(words[made.first + step - 2] ?? ""), next: visibleToken(words[made.first + step - 1] ?? "") })
+              : t("text.stepNone", { count: made.count })}
+          </span>
+        </>
+      )}
+    </div>
+  );
+}
+
+/** The tokens of a stream. Only queries can be kept: the kept token of the page is the query of all its screens. */
+function Chips(props: { stream: string; canKeep: boolean; upper: Float32Array | null; lower: Float32Array | null; isTwo: boolean; pointed: number | null; onHover: (index: number | null) => void }): JSX.Element {
   const words = streamWords(props.stream);
   const box = useRef<HTMLDivElement>(null);
   const version = themeVersion.value;
-  const { shares, second } = props;
+  const { upper, lower, isTwo } = props;
+  const made = generation.value?.revision !== undefined ? generation.value.first : Infinity;
   useEffect(() => {
     const chips = box.current?.children ?? [];
+    const shade = (weight: number | undefined, hue: string) => {
+      if (!weight) return "transparent";
+      const strength = rampPosition(weight, scale.value) * (isTwo ? 0.6 : 0.75);
+      return isTwo ? `color-mix(in srgb, var(${hue}) ${Math.round(strength * 100)}%, transparent)` : cssRamp(strength);
+    };
     for (let index = 0; index < chips.length; index++) {
       const chip = chips[index] as HTMLElement;
-      const shade = (values: Float32Array | null) => (values?.[index] ? cssRamp(rampPosition(values[index]!, scale.value) * 0.75) : "transparent");
-      chip.style.setProperty("--to", shade(shares.to));
-      chip.style.setProperty("--from", shade(shares.from));
-      const strength = second.to?.[index] ? Math.round(rampPosition(second.to[index]!, scale.value) * 4) : 0;
-      chip.style.setProperty("--second", `${strength}px`);
+      chip.style.setProperty("--to", shade(upper?.[index], "--hue-a"));
+      chip.style.setProperty("--from", shade(lower?.[index], "--hue-b"));
     }
-  }, [shares, second, version, scale.value]);
+  }, [upper, lower, isTwo, version, scale.value]);
   return (
     <div class="chips" ref={box} onMouseLeave={() => props.onHover(null)}>
       {words.map((word, index) => (
         <button
           key={index}
           type="button"
-          class={`chip ${isSpecial(word) ? "special" : ""}`}
-          aria-pressed={selectedToken.value === index}
+          class={`chip ${isSpecial(word) ? "special" : ""} ${props.pointed === index ? "pointed" : ""} ${index >= made ? "generated" : ""}`}
+          aria-pressed={props.canKeep ? selectedToken.value === index : undefined}
           onMouseEnter={() => props.onHover(index)}
           onFocus={() => props.onHover(index)}
-          onClick={() => (selectedToken.value = selectedToken.value === index ? null : index)}
+          onClick={() => props.canKeep && (selectedToken.value = selectedToken.value === index ? null : index)}
         >
           {visibleToken(word)}
         </button>
@@ -122,19 +243,19 @@ function Chips(props: { stream: string; shares: Shares; second: Shares; onHover:
   );
 }
 
-function TopList({ title, stream, values }: { title: string; stream: string; values: Float32Array | null }): JSX.Element {
-  const words = streamWords(stream);
+function TopList({ title, words, values }: { title: string; words: string[]; values: Float32Array | null }): JSX.Element {
   const top = values
     ? Array.from(values, (weight, index) => ({ weight, index }))
         .filter(({ weight }) => weight > 0)
         .sort((a, b) => b.weight - a.weight)
-        .slice(0, 5)
+        .slice(0, LISTED)
     : [];
   return (
-    <Panel title={title}>
+    <div>
+      <h3>{title}</h3>
       <table class="finder fixed-rows">
         <tbody>
-          {Array.from({ length: 5 }, (_, index) => top[index]).map((entry, index) => (
+          {Array.from({ length: LISTED }, (_, index) => top[index]).map((entry, index) => (
             <tr key={index}>
               <td class="mono">{entry ? `${entry.index} ${visibleToken(words[entry.index] ?? "")}` : " "}</td>
               <td class="num">{entry ? format(entry.weight) : ""}</td>
@@ -142,6 +263,6 @@ function TopList({ title, stream, values }: { title: string; stream: string; val
           ))}
         </tbody>
       </table>
-    </Panel>
+    </div>
   );
 }

@@ -1,0 +1,191 @@
+"""Runs of the open model on the open text with some heads ablated, for the jobs of the Lab."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .model_actions import read_text
+from .open_model import AblatedHead, OpenModel
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from ..inspect.ablation import HeadPatch, HeadRef
+    from ..inspect.hooks import SiteModule
+    from ..inspect.model_inputs import ModelInputs
+
+MAX_SEED = 2**31
+
+
+class AblationOptions(NamedTuple):
+    """At which tokens of each stream heads are ablated (no entry: all), the text of "resample", and the random seed.
+
+    Without a text, "resample" takes each head's output for the tokens of the open text in another order.
+    """
+
+    tokens: Mapping[str, tuple[int, ...]] = {}
+    resample_text: str = ""
+    seed: int = 0
+
+
+DEFAULT_OPTIONS = AblationOptions()
+
+
+class Outputs(NamedTuple):
+    """The output of one run: logits [T, vocabulary], or vectors [T, width] of a model without a token head."""
+
+    values: Tensor
+    are_logits: bool
+
+
+def read_options(model: OpenModel, arguments: Mapping[str, Any]) -> AblationOptions:
+    """Read `tokens` {stream: [positions]}, `resampleText` and `seed` of a job."""
+    streams, seed = model.get_trace().streams, arguments.get("seed", 0)
+    if type(seed) is not int or not 0 <= seed < MAX_SEED:
+        raise ValueError(f"seed={seed!r} is no seed; give an integer in 0..{MAX_SEED - 1}")
+    entries = arguments.get("tokens") or {}
+    if not isinstance(entries, Mapping):
+        raise ValueError("tokens must map the name of a stream to a list of positions")
+    tokens: dict[str, tuple[int, ...]] = {}
+    for name, positions in entries.items():
+        if name not in streams or not isinstance(positions, list):
+            raise ValueError(f"tokens of {name!r} cannot be chosen; the streams are {', '.join(streams)}")
+        count = len(streams[name][0].ids)
+        if wrong := [place for place in positions if type(place) is not int or not 0 <= place < count]:
+            raise ValueError(f"the {name} has {count} tokens, none at {wrong[0]!r}; give 0 to {count - 1}")
+        if positions:
+            tokens[name] = tuple(sorted(set(positions)))
+    return AblationOptions(tokens, read_text(arguments, "resampleText"), seed)
+
+
+def id_arguments(net: nn.Module) -> dict[str, str]:
+    """The argument of the model that takes the token ids of each stream."""
+    from ..inspect.model_inputs import is_encoder_decoder
+    from ..models import Transformer
+
+    if isinstance(net, Transformer):
+        return {"text": "x", "source": "source"}
+    return {"text": "decoder_input_ids", "source": "input_ids"} if is_encoder_decoder(net) else {"text": "input_ids"}
+
+
+def open_inputs(model: OpenModel) -> ModelInputs:
+    """The inputs of the open text, from its recorded token ids."""
+    import torch
+
+    from ..inspect.model_inputs import prepare_inputs
+
+    net, streams = model.get_model(), model.get_trace().streams
+    names = id_arguments(net)
+    ids = {names[name]: torch.tensor([list(rows[0].ids)]) for name, rows in streams.items() if rows and name in names}
+    if not ids:
+        raise ValueError("the open text has no token ids; capture a text on the page first")
+    return prepare_inputs(net, ids, 0)
+
+
+class LabRuns:
+    """The open model on the open text: its outputs with all heads, and with some ablated.
+
+    A headwise model restarts at the first layer with an ablated head.
+    """
+
+    def __init__(self, model: OpenModel) -> None:
+        from ..head_analysis.importance_methods import make_forward
+        from ..inspect.attention_sites import find_attention
+
+        self.net, self.inputs, self.trace = model.get_model(), open_inputs(model), model.get_trace()
+        self.modules: list[SiteModule] = [one for one in find_attention(self.net) if one.site.ablate.possible]
+        self.forward = make_forward(self.net, self.modules, self.inputs)
+
+    @property
+    def heads(self) -> list[tuple[str, int]]:
+        """The heads that can be ablated on this text, layer by layer."""
+        counts = self.forward.head_counts
+        return [(layer.name, head) for layer in self.trace.layers for head in range(counts.get(layer.name, 0))]
+
+    def all_heads(self) -> Outputs:
+        """The outputs of the model as it is."""
+        return self._read(self.forward.baseline_outputs)
+
+    def without(self, heads: Sequence[AblatedHead], options: AblationOptions = DEFAULT_OPTIONS) -> Outputs:
+        """The outputs with these heads ablated."""
+        return self.patched(self.make_patches(heads, options), options)
+
+    def patched(self, patches: Mapping[HeadRef, HeadPatch], options: AblationOptions) -> Outputs:
+        """The outputs with the outputs of these heads replaced, at the tokens of the options."""
+        from ..inspect.ablation import OutputEditor
+
+        if not patches:
+            return self.all_heads()
+        by_site: dict[str, dict[int, HeadPatch]] = {}
+        for (site, head), patch in patches.items():
+            by_site.setdefault(str(site), {})[int(head)] = patch
+        editors = {
+            site: OutputEditor(site, edited, options.tokens.get(self.trace.get_layer(site).query_stream))
+            for site, edited in by_site.items()
+        }
+        return self._read(self.forward.run_with_hooks(editors))
+
+    def make_patches(
+        self, heads: Sequence[AblatedHead], options: AblationOptions = DEFAULT_OPTIONS
+    ) -> dict[HeadRef, HeadPatch]:
+        """The replacement of every ablated head; means and the moments of noise are those over the open text."""
+        from ..inspect.ablation import ConstantOutput, ScaledOutput
+        from ..inspect.dataset_means import head_means, head_noise, head_outputs
+
+        patches: dict[HeadRef, HeadPatch] = {
+            (head.site, head.head): ScaledOutput(head.scale) for head in heads if head.mode == "zero"
+        }
+        batch = self.inputs.kwargs
+        if refs := [(head.site, head.head) for head in heads if head.mode == "mean"]:
+            patches |= {ref: ConstantOutput(value) for ref, value in head_means(self.net, [batch], refs).items()}
+        if refs := [(head.site, head.head) for head in heads if head.mode == "noise"]:
+            patches |= head_noise(self.net, [batch], refs, seed=options.seed)
+        if refs := [(head.site, head.head) for head in heads if head.mode == "resample"]:
+            other = self.resample_inputs(options)
+            patches |= {ref: ConstantOutput(value) for ref, value in head_outputs(self.net, other, refs).items()}
+        return patches
+
+    def resample_inputs(self, options: AblationOptions) -> dict[str, torch.Tensor]:
+        """Token ids of the same lengths as the open text: of another text, or its own tokens in another order."""
+        import torch
+
+        names = id_arguments(self.net)
+        ids = {names[name]: rows[0].ids for name, rows in self.trace.streams.items() if name in names}
+        if not options.resample_text:
+            generator = torch.Generator().manual_seed(options.seed)
+            return {
+                name: torch.tensor([row])[:, torch.randperm(len(row), generator=generator)] for name, row in ids.items()
+            }
+        if len(ids) > 1:
+            raise ValueError("resample of an encoder-decoder model has no other text; leave it empty")
+        from ..inspect.model_inputs import prepare_inputs
+
+        ((name, row),) = ids.items()
+        other = prepare_inputs(self.net, [options.resample_text], 0).token_rows["text"][0].ids
+        if len(other) < len(row):
+            fact = f"the text of resample has {len(other)} tokens, the open text {len(row)}"
+            raise ValueError(f"{fact}; give a longer one, or none")
+        return {name: torch.tensor([list(other[: len(row)])])}
+
+    def _read(self, result: Any) -> Outputs:
+        """The outputs for the first text."""
+        import torch
+
+        from ..head_analysis.objectives import detect_head_objective, get_output_tensor
+
+        logits = getattr(result, "logits", None)
+        values = logits if isinstance(logits, torch.Tensor) else get_output_tensor(result)
+        predicts = detect_head_objective(self.net) in ("next-token", "translation", "masked-token")
+        return Outputs(values[0].double() if values.dim() == 3 else values[:1].double(), predicts and values.dim() == 3)
+
+
+def position_changes(before: Outputs, after: Outputs) -> Tensor:
+    """The change of every position: KL(before || after) in nats for logits, 1 - cosine for vectors."""
+    import torch.nn.functional as F
+
+    if before.are_logits:
+        old, new = before.values.log_softmax(-1), after.values.log_softmax(-1)
+        return (old.exp() * (old - new)).sum(-1).clamp(min=0)
+    return 1 - F.cosine_similarity(before.values, after.values, dim=-1)

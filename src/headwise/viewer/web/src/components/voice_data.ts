@@ -1,0 +1,96 @@
+// The weights that the Text screen shows: of one head, or the mean of several that attend over the same tokens.
+
+import type { Message, Site } from "../source";
+import { pinned, secondHead, selectedHead, selectedSite, sites, source, textMode } from "../state";
+import { MAX_CELLS, type TileState } from "./head_data";
+
+export type HeadPair = [site: number, head: number];
+
+/** Weights of a query on all keys, of all queries on a key, and a picture of all of them; null where nothing is chosen. */
+export interface Weights {
+  to: Float32Array | null;
+  from: Float32Array | null;
+}
+
+export const NO_WEIGHTS: Weights = { to: null, from: null };
+
+function parse(name: string): HeadPair | null {
+  const [site = NaN, head = NaN] = name.split(".").map(Number);
+  return sites.value[site] && head >= 0 && head < sites.value[site]!.heads ? [site, head] : null;
+}
+
+function isAlike(first: Site, second: Site): boolean {
+  return first.queryStream === second.queryStream && first.keyStream === second.keyStream;
+}
+
+/** The pinned heads that attend over the same tokens as the selected one, without it. */
+export function otherHeads(): HeadPair[] {
+  const item = sites.value[selectedSite.value];
+  return pinned.value.flatMap((name) => {
+    const pair = parse(name);
+    const isOther = pair && (pair[0] !== selectedSite.value || pair[1] !== selectedHead.value);
+    return isOther && item && isAlike(sites.value[pair[0]]!, item) ? [pair] : [];
+  });
+}
+
+/** The groups of heads that are shown: one, or two over each other. */
+export function shownGroups(): HeadPair[][] {
+  const selected: HeadPair = [selectedSite.value, selectedHead.value];
+  const others = otherHeads();
+  if (textMode.value === "set") return [[selected, ...others]];
+  if (textMode.value === "one") return [[selected]];
+  const named = parse(secondHead.value);
+  const item = sites.value[selectedSite.value];
+  const isOther = named && item && isAlike(sites.value[named[0]]!, item) && (named[0] !== selected[0] || named[1] !== selected[1]);
+  const second = isOther ? named : (others[0] ?? neighbour(selected));
+  return second ? [[selected], [second]] : [[selected]];
+}
+
+/** The next head of the layer, to start with where no other head was chosen. */
+function neighbour([site, head]: HeadPair): HeadPair | null {
+  const count = sites.value[site]?.heads ?? 0;
+  return count > 1 ? [site, (head + 1) % count] : null;
+}
+
+function mean(arrays: Float32Array[]): Float32Array {
+  const total = new Float32Array(arrays[0]!.length);
+  for (const array of arrays) for (let place = 0; place < total.length; place++) total[place]! += array[place]! / arrays.length;
+  return total;
+}
+
+async function fetchMean(heads: HeadPair[], path: (where: string) => string, signal: AbortSignal): Promise<Float32Array> {
+  const answers = await Promise.all(heads.map(([site, head]) => source.fetchArrays(path(`site=${site}&head=${head}`), signal)));
+  return mean(answers.map((answer) => answer.arrays["weights"]!.data as Float32Array));
+}
+
+export async function fetchWeights(heads: HeadPair[], query: number | null, key: number | null, signal: AbortSignal): Promise<Weights> {
+  const [to, from] = await Promise.all([
+    query === null ? null : fetchMean(heads, (where) => `row?${where}&query=${query}&lens=weight`, signal),
+    key === null ? null : fetchMean(heads, (where) => `column?${where}&key=${key}`, signal),
+  ]);
+  return { to, from };
+}
+
+/** A tile of the mean weights of some heads, of all queries and keys. */
+export async function fetchMeanTile(heads: HeadPair[], signal: AbortSignal): Promise<TileState> {
+  const answers = await Promise.all(heads.map(([site, head]) => source.fetchArrays(`tile?site=${site}&head=${head}&rows=${MAX_CELLS}&cols=${MAX_CELLS}`, signal)));
+  const [rows = 0, columns = 0] = answers[0]!.arrays["weights"]!.shape;
+  const scaled = (answer: Message) => Float32Array.from(answer.arrays["weights"]!.data, (step) => (step / 255) * answer.fields["scale"]);
+  const weights = Uint8Array.from(mean(answers.map(scaled)), (weight) => Math.round(weight * 255));
+  const item = sites.value[heads[0]![0]]!;
+  const view = { q0: 0, q1: item.numQueries, k0: 0, k1: item.numKeys };
+  return { view, weights, masked: undefined, rows, columns, scale: 1, isDraft: false };
+}
+
+/** The cell with the largest weight that is not on the token itself or on the first one, if there is another. */
+export function strongestQuery(tile: TileState): number | null {
+  let best = -1;
+  let query: number | null = null;
+  for (let row = 0; row < tile.rows; row++) {
+    for (let column = 1; column < tile.columns; column++) {
+      const weight = tile.weights[row * tile.columns + column]!;
+      if (row !== column && weight > best) [best, query] = [weight, Math.floor((row * tile.view.q1) / tile.rows)];
+    }
+  }
+  return query;
+}

@@ -1,0 +1,86 @@
+// SVG as text: elements whose attributes and texts are escaped, and the picture of it as PNG. Colours and fonts are
+// attributes and not styles, so that a figure looks the same in a browser, in Inkscape and in a paper.
+
+import { cssValue } from "../canvas/colors";
+
+export const FONT = "Helvetica Neue, Helvetica, Arial, Noto Sans CJK SC, PingFang SC, Microsoft YaHei, sans-serif";
+export const MONO = "DejaVu Sans Mono, Menlo, Consolas, Noto Sans Mono CJK SC, monospace";
+const PNG_ZOOM = 2; // pixels of the PNG for each unit of the figure
+const MAX_PNG_SIDE = 8192;
+
+export interface Figure {
+  svg: string;
+  title: string;
+  width: number;
+  height: number;
+}
+
+type Attributes = Record<string, string | number>;
+
+/** Text without the characters that XML forbids or that change the direction of others; these are shown as ⟨code⟩. */
+export function printable(text: string): string {
+  return text.replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}]/gu, (sign) => `⟨${sign.codePointAt(0)!.toString(16)}⟩`);
+}
+
+const ENTITIES: Record<string, string> = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" };
+
+export function escapeXml(text: string): string {
+  return printable(text).replace(/[&<>"']/g, (sign) => ENTITIES[sign]!);
+}
+
+/** An element; its children are elements, made by this function or by `textElement`. */
+export function element(name: string, attributes: Attributes, ...children: string[]): string {
+  const fields = Object.entries(attributes).map(([key, value]) => ` ${key}="${typeof value === "number" ? round(value) : escapeXml(value)}"`);
+  return children.length ? `<${name}${fields.join("")}>${children.join("")}</${name}>` : `<${name}${fields.join("")}/>`;
+}
+
+/** A line of text. */
+export function textElement(text: string, attributes: Attributes): string {
+  return element("text", { "font-family": FONT, "font-size": 11, fill: cssValue("--text"), ...attributes }, escapeXml(text));
+}
+
+function round(value: number): string {
+  return String(Math.round(value * 100) / 100);
+}
+
+/** The figure around its parts: the ground in the colour of the page, and the title for screen readers. */
+export function makeFigure(title: string, width: number, height: number, parts: string[]): Figure {
+  const ground = element("rect", { width, height, fill: cssValue("--surface") });
+  const size = { width: Math.ceil(width), height: Math.ceil(height) };
+  const root = { xmlns: "http://www.w3.org/2000/svg", ...size, viewBox: `0 0 ${size.width} ${size.height}`, role: "img" };
+  return { svg: element("svg", root, element("title", {}, escapeXml(title)), ground, ...parts), title, ...size };
+}
+
+/** About how wide a text is, in units of its font size; East Asian characters are as wide as high. */
+export function textWidth(text: string, size: number): number {
+  let width = 0;
+  for (const sign of text) width += /[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60]/.test(sign) ? 1 : 0.61;
+  return width * size;
+}
+
+export function shorten(text: string, most: number): string {
+  const signs = [...text];
+  return signs.length <= most ? text : `${signs.slice(0, most - 1).join("")}…`;
+}
+
+export function svgBlob(figure: Figure): Blob {
+  return new Blob([figure.svg], { type: "image/svg+xml" });
+}
+
+/** The figure as PNG, with two pixels for each unit as far as a canvas allows it. */
+export async function makePng(figure: Figure): Promise<Blob> {
+  const address = URL.createObjectURL(svgBlob(figure));
+  try {
+    const image = new Image();
+    image.src = address;
+    await image.decode();
+    const zoom = Math.min(PNG_ZOOM, MAX_PNG_SIDE / Math.max(figure.width, figure.height));
+    const canvas = document.createElement("canvas");
+    canvas.width = Math.round(figure.width * zoom);
+    canvas.height = Math.round(figure.height * zoom);
+    canvas.getContext("2d")!.drawImage(image, 0, 0, canvas.width, canvas.height);
+    return await new Promise((resolve, reject) => canvas.toBlob((blob) => (blob ? resolve(blob) : reject(new Error("PNG"))), "image/png"));
+  } finally {
+    URL.revokeObjectURL(address);
+  }
+}

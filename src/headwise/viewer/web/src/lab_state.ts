@@ -1,0 +1,150 @@
+// What the Lab is about to compute: modes, tokens, recipes; and the jobs that compute it.
+
+import { batch, computed, signal } from "@preact/signals";
+import { setAblated } from "./actions";
+import { t } from "./i18n";
+import type { AblatedHead } from "./source";
+import { doc, jobError, runJob, sites, source } from "./state";
+
+export const MODES = ["zero", "mean", "resample", "noise"] as const;
+export type Mode = (typeof MODES)[number];
+
+export const mode = signal<Mode>("zero");
+export const factor = signal(0); // of the output, in the mode "zero"
+export const chosenTokens = signal<Record<string, number[]>>({}); // positions by stream; none: all
+export const resampleText = signal("");
+export const randomSets = signal(5);
+
+export interface NextToken {
+  token: string;
+  before: number;
+  after: number;
+}
+
+/** The answer of the job ablate. Mirrors `compute_effect`. */
+export interface Effect {
+  request: string; // what was asked, to tell whether it is still what is chosen
+  loss: { before: number | null; after: number | null };
+  lossByPosition: { before: number[]; after: number[] };
+  kl: number | null;
+  klByPosition: (number | null)[];
+  next: NextToken[];
+  nextAt: NextToken[][];
+  nextFrom: number;
+  outputs: string;
+  random: { change: number; loss: number | null }[];
+  recipe: { python: string; command: string };
+  notes: string[];
+}
+
+export const effect = signal<Effect | null>(null);
+
+/** The arguments of the job for what is chosen now. */
+export function labRequest(): Record<string, unknown> {
+  const heads = (doc.value?.ablated ?? []).map((item) => [item.site, item.head, item.mode, item.scale]);
+  return { heads, tokens: openTokens(), resampleText: resampleText.value, random: randomSets.value };
+}
+
+/** The open text, to tell results of another one from new ones. */
+export const textKey = computed(() => Object.values(doc.value?.streams ?? {}).map(([row]) => row?.ids.join(" ")).join("|"));
+/** Everything that the effect follows from. */
+export const requestKey = computed(() => JSON.stringify([labRequest(), textKey.value]));
+
+/** The chosen positions that the open text has. */
+export function openTokens(): Record<string, number[]> {
+  const entries = Object.entries(chosenTokens.value).map(([stream, positions]) => {
+    const count = doc.value?.streams[stream]?.[0]?.ids.length ?? 0;
+    return [stream, positions.filter((place) => place < count)] as const;
+  });
+  return Object.fromEntries(entries.filter(([, positions]) => positions.length));
+}
+
+/** Compute the effect; if that fails or is cancelled, the heads that the server has ablated are shown again. */
+export async function computeEffect(): Promise<void> {
+  const request = requestKey.value;
+  const result = await runJob("ablate", labRequest());
+  if (result) effect.value = { ...result, request };
+  else if (source.isLive) {
+    const served = await source.document().catch(() => null);
+    if (served && JSON.stringify(served.ablated) !== JSON.stringify(doc.value?.ablated)) setAblated(served.ablated);
+  }
+}
+
+/** Give all ablated heads another mode, and the heads that follow too. */
+export function changeMode(next: Mode, scale = factor.value): void {
+  batch(() => {
+    mode.value = next;
+    factor.value = scale;
+    const ablated = doc.value?.ablated ?? [];
+    if (ablated.length) setAblated(ablated.map((item) => ({ ...item, ...modeFields() })));
+  });
+}
+
+export function modeFields(): { mode: Mode; scale: number } {
+  return { mode: mode.value, scale: mode.value === "zero" ? factor.value : 0 };
+}
+
+export function toggleToken(stream: string, index: number): void {
+  const before = chosenTokens.value[stream] ?? [];
+  const after = before.includes(index) ? before.filter((place) => place !== index) : [...before, index].sort((a, b) => a - b);
+  chosenTokens.value = { ...chosenTokens.value, [stream]: after };
+}
+
+// --- recipes -------------------------------------------------------------------------------------------
+
+interface Recipe {
+  version: 1;
+  model: string;
+  heads: { site: string; head: number; mode: string; scale: number }[];
+  tokens: Record<string, number[]>;
+  resampleText: string;
+}
+
+/** What is chosen now, as JSON with the names of the layers. */
+export function recipeText(): string {
+  const recipe: Recipe = {
+    version: 1,
+    model: String(doc.value?.model["name"] ?? ""),
+    heads: (doc.value?.ablated ?? []).map(({ site, ...rest }) => ({ site: sites.value[site]?.name ?? "", ...rest })),
+    tokens: openTokens(),
+    resampleText: resampleText.value,
+  };
+  return JSON.stringify(recipe, null, 1);
+}
+
+/** Show the heads of a recipe; a recipe that does not fit this model is refused, and nothing changes. */
+export function loadRecipe(text: string): boolean {
+  try {
+    const recipe = JSON.parse(text) as Recipe;
+    if (recipe.version !== 1 || !Array.isArray(recipe.heads)) throw new Error(t("lab.recipeForm"));
+    const heads = recipe.heads.map(readHead);
+    const twice = heads.find((one, place) => heads.findIndex((other) => other.site === one.site && other.head === one.head) !== place);
+    if (twice) throw new Error(t("lab.recipeTwice", { site: sites.value[twice.site]!.name, head: twice.head }));
+    batch(() => {
+      setAblated(heads);
+      chosenTokens.value = readTokens(recipe.tokens);
+      resampleText.value = typeof recipe.resampleText === "string" ? recipe.resampleText : "";
+      const first = heads[0];
+      if (first) [mode.value, factor.value] = [first.mode as Mode, first.mode === "zero" ? first.scale : 0];
+      jobError.value = null;
+    });
+    return true;
+  } catch (error) {
+    jobError.value = { fact: t("lab.recipeRefused"), remedy: error instanceof SyntaxError ? t("lab.recipeForm") : (error as Error).message };
+    return false;
+  }
+}
+
+function readHead(entry: Recipe["heads"][number]): AblatedHead {
+  const number = sites.value.findIndex((item) => item.name === entry?.site);
+  const isThere = number >= 0 && Number.isInteger(entry.head) && entry.head >= 0 && entry.head < sites.value[number]!.heads;
+  if (!isThere) throw new Error(t("lab.recipeHead", { site: String(entry?.site), head: String(entry?.head) }));
+  if (!MODES.includes(entry.mode as Mode) || !Number.isFinite(entry.scale)) throw new Error(t("lab.recipeMode", { mode: String(entry.mode) }));
+  return { site: number, head: entry.head, mode: entry.mode, scale: entry.scale };
+}
+
+function readTokens(tokens: unknown): Record<string, number[]> {
+  const entries = Object.entries((tokens ?? {}) as Record<string, unknown>);
+  const isList = (value: unknown): value is number[] => Array.isArray(value) && value.every((place) => Number.isInteger(place) && place >= 0);
+  return Object.fromEntries(entries.filter((entry): entry is [string, number[]] => entry[0] in (doc.value?.streams ?? {}) && isList(entry[1])));
+}

@@ -1,0 +1,149 @@
+// What the model does with the chosen heads ablated: loss and change, by position, next tokens, and random heads.
+
+import { useSignal } from "@preact/signals";
+import type { JSX } from "preact";
+import { useEffect, useRef } from "preact/hooks";
+import { cssRamp, themeVersion } from "../canvas/colors";
+import { Meter, Panel, Ramp, TableButton, type Column } from "../components/basics";
+import { DataTable } from "../components/data_table";
+import { streamWords, visibleToken } from "../components/tokens";
+import { format, t } from "../i18n";
+import { computeEffect, effect, type Effect, type NextToken } from "../lab_state";
+import { doc, showsTable } from "../state";
+
+const number = (value: number | null | undefined) => (value === null || value === undefined ? "–" : format(value));
+
+export function EffectPanel({ isStale }: { isStale: boolean }): JSX.Element {
+  const hasHeads = (doc.value?.ablated.length ?? 0) > 0;
+  return (
+    <Panel title={`${t("lab.before")} → ${t("lab.after")}`} class={isStale ? "stale" : ""} side={effect.value && <TableButton />}>
+      {isStale && (
+        <p class="stalebar">
+          {t("lab.stale")}
+          <button class="btn" type="button" onClick={() => void computeEffect()}>
+            {t("lab.recompute")}
+          </button>
+        </p>
+      )}
+      {effect.value ? <EffectView found={effect.value} /> : <p class="t3">{hasHeads ? t("lab.ready") : t("lab.none")}</p>}
+    </Panel>
+  );
+}
+
+function EffectView({ found }: { found: Effect }): JSX.Element {
+  const words = streamWords(doc.value?.streams["text"] ? "text" : Object.keys(doc.value?.streams ?? {})[0]!);
+  const chosen = useSignal<number | null>(null);
+  const last = found.klByPosition.length - 1;
+  const position = Math.min(chosen.value ?? last, last);
+  const next = found.nextAt[position - found.nextFrom];
+  return (
+    <div class="stack">
+      <dl class="kv" data-testid="effect">
+        <dt>{t("lab.loss")}</dt>
+        <dd>
+          {number(found.loss.before)} → <b class="b">{number(found.loss.after)}</b>
+        </dd>
+        <dt>{found.outputs}</dt>
+        <dd>
+          <b class="b">{number(found.kl)}</b>
+        </dd>
+      </dl>
+      {found.random.length > 0 && <RandomView found={found} />}
+      <h3>{t("lab.byPosition")}</h3>
+      {showsTable.value ? <PositionTable found={found} words={words} /> : <PositionChips found={found} words={words} position={position} onChoose={(index) => (chosen.value = index)} />}
+      {next && (
+        <>
+          <h3>{t("lab.nextAfter", { token: visibleToken(words[position] ?? ""), position })}</h3>
+          <NextTable rows={next} />
+        </>
+      )}
+      {found.nextAt.length > 0 && !next && <p class="t3 sm">{t("lab.nextFrom", { position: found.nextFrom })}</p>}
+      {found.notes.map((note) => (
+        <p key={note} class="t3 sm">
+          {note}
+        </p>
+      ))}
+    </div>
+  );
+}
+
+/** How the change compares with that of random sets of as many heads. */
+function RandomView({ found }: { found: Effect }): JSX.Element {
+  const changes = found.random.map(({ change }) => change).sort((a, b) => a - b);
+  const losses = found.random.flatMap(({ loss }) => (loss === null ? [] : [loss])).sort((a, b) => a - b);
+  const larger = changes.filter((change) => change >= (found.kl ?? 0)).length;
+  return (
+    <div data-testid="random">
+      <h3>{t("lab.randomTitle", { count: changes.length })}</h3>
+      <p>
+        {found.outputs}: {format(changes[0]!)} … {format(changes.at(-1)!)}
+        {losses.length > 0 && ` · ${t("lab.loss")}: ${format(losses[0]!)} … ${format(losses.at(-1)!)}`}
+      </p>
+      <p class="t3 sm">{t("lab.randomRank", { larger, count: changes.length })}</p>
+    </div>
+  );
+}
+
+function PositionChips(props: { found: Effect; words: string[]; position: number; onChoose: (index: number) => void }): JSX.Element {
+  const { found, words, position } = props;
+  const box = useRef<HTMLDivElement>(null);
+  const version = themeVersion.value;
+  const most = Math.max(...found.klByPosition.map((value) => value ?? 0), 1e-12);
+  useEffect(() => {
+    const chips = box.current?.children ?? [];
+    found.klByPosition.forEach((value, index) => {
+      const color = cssRamp(((value ?? 0) / most) * 0.75);
+      for (const name of ["--to", "--from"]) (chips[index] as HTMLElement | undefined)?.style.setProperty(name, color);
+    });
+  }, [found, version]);
+  return (
+    <div>
+      <div class="chips" ref={box} role="group" aria-label={t("lab.byPosition")}>
+        {found.klByPosition.map((_, index) => (
+          <button key={index} type="button" class="chip" aria-pressed={position === index} onMouseEnter={() => props.onChoose(index)} onFocus={() => props.onChoose(index)} onClick={() => props.onChoose(index)}>
+            {visibleToken(words[index] ?? String(index))}
+          </button>
+        ))}
+      </div>
+      <p class="row wrap between sm">
+        <span class="t2" data-testid="position">
+          {position} {visibleToken(words[position] ?? "")}: {found.outputs} {number(found.klByPosition[position])}
+          {found.lossByPosition.before.length > position && ` · ${t("lab.loss")} ${number(found.lossByPosition.before[position])} → ${number(found.lossByPosition.after[position])}`}
+        </span>
+        <Ramp text={`0 … ${format(most)}`} />
+      </p>
+    </div>
+  );
+}
+
+function PositionTable({ found, words }: { found: Effect; words: string[] }): JSX.Element {
+  const rows = found.klByPosition.map((change, index) => ({ index, change, before: found.lossByPosition.before[index], after: found.lossByPosition.after[index] }));
+  type Row = (typeof rows)[number];
+  const column = (key: "before" | "after" | "change", title: string): Column<Row> => ({ key, title, numeric: true, value: (row) => row[key] ?? NaN, cell: (row) => number(row[key]) });
+  return (
+    <DataTable
+      caption={t("lab.byPosition")}
+      rows={rows}
+      columns={[
+        { key: "token", title: t("lab.token"), value: (row) => `${row.index} ${visibleToken(words[row.index] ?? "")}` },
+        column("change", found.outputs),
+        ...(found.lossByPosition.before.length ? [column("before", `${t("lab.loss")}, ${t("lab.before")}`), column("after", t("lab.after"))] : []),
+      ]}
+    />
+  );
+}
+
+function NextTable({ rows }: { rows: NextToken[] }): JSX.Element {
+  return (
+    <DataTable
+      caption={t("lab.next")}
+      rows={rows}
+      columns={[
+        { key: "token", title: t("lab.token"), value: (row) => visibleToken(row.token) },
+        { key: "before", title: t("lab.before"), numeric: true, value: (row) => row.before, cell: (row) => format(row.before) },
+        { key: "after", title: t("lab.after"), numeric: true, value: (row) => row.after, cell: (row) => format(row.after) },
+        { key: "bar", title: t("lab.bar"), value: (row) => row.after, cell: (row) => <span class="bar-cell"><Meter value={row.after} chance={row.before} /></span> },
+      ]}
+    />
+  );
+}

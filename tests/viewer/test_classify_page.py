@@ -1,0 +1,97 @@
+"""The Class screen in a browser: intervals, thresholds with a live recount, and classes of the user's own."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.page_browser import sample_model, served, wait_until
+
+
+def open_classes(page: Any, url: str) -> None:
+    page.goto(url)
+    page.get_by_role("gridcell").first.wait_for()
+    page.get_by_role("link", name="Class").click()
+    page.get_by_role("region", name="Class").wait_for()
+
+
+def download_rows(page: Any, folder: Path) -> list[dict[str, str]]:
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download CSV").click()
+    download.value.save_as(folder / "classes.csv")
+    with (folder / "classes.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_table_has_the_scores_and_intervals_of_the_library(page: Any, tmp_path: Path):
+    model = sample_model()
+    assert model.table is not None
+    wanted = {(head.site, head.head): head for head in model.table.heads}
+    with served(model) as url:
+        open_classes(page, url)
+        rows = download_rows(page, tmp_path)
+        assert len(rows) == len(wanted) == 54
+        for row in rows:
+            head = wanted[row["site"], int(row["head"])]
+            top = head.classes[0]
+            assert row["class"] == row["measured_class"] == top.name
+            assert row["evidence"] == top.evidence
+            if top.name == "unclear":
+                continue
+            assert float(row["score"]) == pytest.approx(top.score, abs=1e-6)
+            assert float(row["score_low"]) <= top.score <= float(row["score_high"])
+            if top.name == "self":
+                measure = head.measures["self"]
+                low = (measure.low - measure.chance) / (1 - measure.chance)
+                assert float(row["score_low"]) == pytest.approx(low, abs=1e-4)
+        scores = [float(score) for score in page.locator(".classify td:nth-child(3)").all_inner_texts() if score != "–"]
+        assert scores == sorted(scores, reverse=True)
+
+
+def test_a_threshold_recounts_the_classes(page: Any):
+    model = sample_model()
+    assert model.table is not None
+    tops = [head.classes for head in model.table.heads]
+    broad = [classes for classes in tops if classes[0].name == "broad"]
+    left = [
+        classes
+        for classes in tops
+        if next((one.name for one in classes if one.name != "broad" or one.score >= 0.55), "") == "broad"
+    ]
+    assert 0 < len(left) < len(broad)
+    with served(model) as url:
+        open_classes(page, url)
+        assert page.get_by_test_id("count-b").inner_text() == str(len(broad))
+        page.get_by_label("score, 0–1 ≥, broad").fill("0.55")
+        assert page.get_by_test_id("count-b").inner_text() == str(len(left))
+        page.get_by_role("button", name="broad", exact=True).click()
+        assert page.locator("table.data tbody tr").count() == len(left)
+        page.get_by_role("button", name="Reset").click()
+        assert page.locator("table.data tbody tr").count() == 54
+
+
+def test_a_class_of_ones_own_is_marked_kept_and_exported(page: Any, tmp_path: Path):
+    model = sample_model()
+    assert model.table is not None
+    head = next(one for one in model.table.heads if one.site == "encoder.1.attention" and one.head == 2)
+    name = "sink" if head.classes[0].name != "sink" else "broad"
+    with served(model) as url:
+        open_classes(page, url)
+        page.get_by_label("your class: E1 H2").select_option(name)
+        page.get_by_text("1 named by you").wait_for()
+        rows = download_rows(page, tmp_path)
+        own = [row for row in rows if row["source"] == "user"]
+        assert [(row["site"], row["head"], row["class"]) for row in own] == [("encoder.1.attention", "2", name)]
+        assert own[0]["measured_class"] == head.classes[0].name
+        assert "classes=" in page.url
+        page.reload()
+        wait_until(page, "document.body.textContent.includes('1 named by you')")
+        page.get_by_role("link", name="Map").click()
+        page.get_by_role("gridcell", name=f"E1 H2, {name}").click()
+        assert "named by you" in page.get_by_label("Inspector").inner_text()
+        page.get_by_role("link", name="Class").click()
+        page.get_by_role("button", name="Take back all of yours").click()
+        assert page.get_by_label("your class: E1 H2").input_value() == ""

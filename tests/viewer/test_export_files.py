@@ -1,0 +1,207 @@
+"""Files that the page saves: the library's numbers, names that are safe, sizes that are true, limits that hold."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from headwise.traces import load_trace, trace_from_weights
+from headwise.viewer import bundled_sample, export_files
+from headwise.viewer.export_files import EXPORT_KINDS, ExportScope, FileTooLarge, describe_files, make_file
+from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
+from headwise.viewer.open_model import OpenModel
+from headwise.viewer.server import ViewServer
+from headwise.viewer.view import open_trace
+from headwise.viewer.view_document import make_file_stem
+
+HOST, TOKEN = "127.0.0.1:8000", "a-secret"
+STATIC = {"/index.html": (b"<!doctype html>", "text/html")}
+SITE = "encoder.0.attention"
+ALL_HEADS = ExportScope()
+
+
+@pytest.fixture(scope="module")
+def sample() -> OpenModel:
+    return OpenModel(bundled_sample.load_sample_trace(), table=bundled_sample.load_sample_table())
+
+
+def connect(opened: OpenModel) -> TestClient:
+    app = SecurityMiddleware(ViewServer(opened, STATIC).app(), allowed_hosts("127.0.0.1", 8000), TOKEN)
+    return TestClient(app, base_url=f"http://{HOST}", headers={"X-Session-Token": TOKEN})
+
+
+def contents(opened: OpenModel, kind: str, scope: ExportScope = ALL_HEADS) -> bytes:
+    return b"".join(make_file(opened, kind, scope).pieces)
+
+
+# --- contents ------------------------------------------------------------------------------------------
+
+
+def test_csv_and_json_have_the_weights_of_one_head(sample: OpenModel):
+    wanted = sample.get_trace().head_weights(SITE, 3)
+    scope = ExportScope(SITE, 3)
+    rows = list(csv.DictReader(io.StringIO(contents(sample, "csv", scope).decode(), newline="")))
+    records = json.loads(contents(sample, "json", scope))["weights"]
+    for pairs in (rows, records):
+        found = np.zeros_like(wanted)
+        for pair in pairs:
+            assert (pair["site"], int(pair["head"])) == (SITE, 3)
+            found[int(pair["query"]), int(pair["key"])] = float(pair["weight"])
+        np.testing.assert_array_equal(found, wanted)
+    words = sample.get_trace().streams["source"][0].words
+    assert rows[5]["key_token"] == words[int(rows[5]["key"])]
+
+
+def test_npz_has_the_weights_of_one_head_and_of_all(sample: OpenModel):
+    trace = sample.get_trace()
+    one = np.load(io.BytesIO(contents(sample, "npz", ExportScope(SITE, 3))))
+    assert list(one) == [SITE]
+    np.testing.assert_array_equal(one[SITE][0, 0], trace.head_weights(SITE, 3))
+    every = np.load(io.BytesIO(contents(sample, "npz")))
+    assert list(every) == [layer.name for layer in trace.layers]
+    np.testing.assert_array_equal(every["decoder.1.cross"][0, 4], trace.head_weights("decoder.1.cross", 4))
+
+
+def test_small_weights_are_left_out(sample: OpenModel):
+    scope = ExportScope(SITE, 3, 0.25)
+    rows = list(csv.DictReader(io.StringIO(contents(sample, "csv", scope).decode(), newline="")))
+    assert len(rows) == (sample.get_trace().head_weights(SITE, 3) >= 0.25).sum() > 0
+
+
+def test_the_trace_opens_again(sample: OpenModel, tmp_path: Path):
+    (tmp_path / "a.trace").write_bytes(contents(sample, "trace"))
+    again = load_trace(tmp_path / "a.trace")
+    np.testing.assert_array_equal(again.head_weights(SITE, 1), sample.get_trace().head_weights(SITE, 1))
+
+
+def test_the_table_of_measures(sample: OpenModel):
+    rows = list(csv.DictReader(io.StringIO(contents(sample, "measures").decode(), newline="")))
+    assert sample.table is not None
+    head = sample.table.head(SITE, 2)
+    found = {row["measure"]: row for row in rows if (row["site"], row["head"]) == (SITE, "2")}
+    assert set(found) == set(head.measures)
+    assert float(found["entropy"]["value"]) == head.measures["entropy"].value
+    assert float(found["entropy"]["low"]) == head.measures["entropy"].low
+    assert found["entropy"]["class"] == head.classes[0].name
+    assert not [row for row in rows if "nan" in row.values()]
+
+
+def test_the_page_is_one_file(sample: OpenModel):
+    page = contents(sample, "html").decode()
+    assert page.startswith("<!doctype html>")
+    assert '"/api/export?kind=measures":' in page
+
+
+# --- names, sizes, limits ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../etc/passwd",
+        "a/b\\c",
+        'x"\r\nSet-Cookie: a=b',
+        "日期",
+        "",
+        ".",
+        "con",
+        "a" * 500,
+        "a\u202egnp.exe",
+        "\ud800",
+    ],
+)
+def test_names_of_files_are_safe(name: str):
+    assert re.fullmatch(r"headwise-[A-Za-z0-9]([A-Za-z0-9.-]{0,58}[A-Za-z0-9])?", make_file_stem(name))
+
+
+@pytest.mark.parametrize("kind", EXPORT_KINDS)
+@pytest.mark.parametrize("scope", [ExportScope(), ExportScope(SITE, 2, 0.01)])
+def test_sizes_are_about_true(sample: OpenModel, kind: str, scope: ExportScope):
+    said = describe_files(sample, scope)[kind]
+    file = make_file(sample, kind, scope)
+    assert said["name"] == file.name
+    assert said["bytes"] == pytest.approx(len(b"".join(file.pieces)), rel=0.15)
+
+
+@pytest.mark.parametrize("kind", ["csv", "json", "npz"])
+def test_the_size_of_a_long_text_is_estimated(kind: str):
+    generator = np.random.default_rng(0)
+    weights = np.tril(generator.random((1, 3, 300, 300), np.float32))
+    opened = open_trace(trace_from_weights([weights / weights.sum(-1, keepdims=True)]))
+    said = describe_files(opened, ExportScope())[kind]["bytes"]
+    assert said == pytest.approx(len(contents(opened, kind)), rel=0.25)
+
+
+def test_a_file_that_no_browser_can_hold_is_refused(sample: OpenModel, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(export_files, "MAX_EXPORT_BYTES", 1000)
+    with pytest.raises(FileTooLarge, match="save one head"):
+        make_file(sample, "csv", ExportScope())
+    answer = connect(sample).get("/api/export?kind=csv")
+    assert answer.status_code == 413
+    assert "headwise trace" in answer.json()["error"]["remedy"]
+
+
+def test_measures_that_were_not_made_are_refused():
+    opened = open_trace(trace_from_weights([np.eye(3)[None, None]]))
+    assert describe_files(opened, ExportScope())["measures"]["reason"] == (
+        "the heads have not been measured; measure them first"
+    )
+    answer = connect(opened).get("/api/export?kind=measures")
+    assert (answer.status_code, answer.json()["error"]["remedy"]) == (400, "measure them first")
+
+
+# --- the route -----------------------------------------------------------------------------------------
+
+
+def test_the_route_sends_a_file_to_save(sample: OpenModel):
+    answer = connect(sample).get("/api/export?kind=csv&site=0&head=3")
+    assert answer.status_code == 200
+    assert answer.headers["content-disposition"] == ('attachment; filename="headwise-dates-encoder.0.attention-3.csv"')
+    assert answer.headers["content-type"] == "text/csv; charset=utf-8"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["cache-control"] == "no-store"
+    assert answer.content == contents(sample, "csv", ExportScope(SITE, 3))
+    html = connect(sample).get("/api/export?kind=html")
+    assert html.headers["content-type"] == "application/octet-stream"
+
+
+@pytest.mark.parametrize("path", ["/api/export?kind=csv", "/api/export/sizes"])
+@pytest.mark.parametrize("header", [{"X-Session-Token": "wrong"}, {"Origin": "http://evil.example"}, {"Host": "evil"}])
+def test_other_sessions_and_origins_get_no_file(sample: OpenModel, path: str, header: dict[str, str]):
+    answer = connect(sample).get(path, headers=header)
+    assert answer.status_code in (401, 403, 421)
+    assert answer.content == b""
+
+
+@pytest.mark.parametrize(
+    ("query", "fact"),
+    [
+        ("kind=exe", "kind='exe' is unknown"),
+        ("kind=csv&site=99&head=0", "there is no site 99"),
+        ("kind=csv&site=0&head=99", "head=99 is out of range"),
+        ("kind=csv&min_weight=nan", "min_weight='nan' is not a number"),
+        ("kind=csv&min_weight=2", "min_weight='2' is not a number"),
+        ("kind=../../x", "kind='../../x' is unknown"),
+    ],
+)
+def test_bad_requests_are_explained(sample: OpenModel, query: str, fact: str):
+    answer = connect(sample).get(f"/api/export?{query}")
+    assert answer.status_code == 400
+    assert fact in answer.json()["error"]["fact"]
+    assert answer.json()["error"]["remedy"]
+
+
+def test_hostile_tokens_are_fields_of_the_table():
+    words = ['a"b', "c,d", "e\nf", "\ud800"]
+    opened = open_trace(trace_from_weights([np.full((1, 1, 4, 4), 0.25)], words))
+    text = contents(opened, "csv").decode()
+    rows = list(csv.DictReader(io.StringIO(text, newline="")))
+    assert [row["key_token"] for row in rows[:4]] == ['a"b', "c,d", "e\nf", "\\ud800"]
+    assert json.loads(contents(opened, "json"))["weights"][3]["key_token"] == "\ud800"
