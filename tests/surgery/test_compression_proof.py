@@ -65,7 +65,9 @@ def test_a_model_that_was_read_again_otherwise_is_found_out():
     net, after = two("decoder")
     again, first = remove_heads(net, KEEP["decoder"]), make_examples("decoder")[0].inputs["x"]
     assert compare_reloaded("again", after, again, make_examples("decoder")).apart == 0.0
-    assert compare_reloaded("again", after, lambda x: {"said": (again(x),)}["said"], make_examples("decoder")).same
+    assert compare_reloaded(
+        "again", after, lambda x: {"outputs": (again(x),)}["outputs"], make_examples("decoder")
+    ).same
     once = compare_reloaded("again", after, lambda x: after(x) + 0.5 * torch.equal(x, first), make_examples("decoder"))
     assert once.apart == pytest.approx(0.5)
     assert not once.same
@@ -101,17 +103,17 @@ def test_flops_are_those_torch_counts_if_every_pair_is_allowed(kind):
     nets = two(kind)
     found, x = compare_cost(*nets, length=11), make_examples(kind)[0].inputs["x"]
     x = x if kind == "vision" else torch.zeros(1, 11, dtype=torch.int64)
-    for net, said in zip(nets, found.get_cost("forward")[2:], strict=True):
+    for net, options in zip(nets, found.get_cost("forward")[2:], strict=True):
         with published_formulas.flop_counter() as counted, torch.no_grad():
             net(x)
-        assert said == counted.get_total_flops()
+        assert options == counted.get_total_flops()
 
 
 def test_a_decode_step_and_its_cache_have_the_counted_sizes():
     nets = two("decoder")
     found = compare_cost(*nets, length=13)
-    step, held, each = (found.get_cost(name) for name in ("decode step", "cache total", "cache per token"))
-    for net, flops, nbytes, one in zip(nets, step[2:], held[2:], each[2:], strict=True):
+    step, values, each = (found.get_cost(name) for name in ("decode step", "cache total", "cache per token"))
+    for net, flops, nbytes, one in zip(nets, step[2:], values[2:], each[2:], strict=True):
         cache = net.cache(batch=1, capacity=13)
         with torch.no_grad():
             net(torch.zeros(1, 12, dtype=torch.int64), cache=cache)
@@ -131,9 +133,9 @@ def test_cross_attention_is_counted_separately():
     saved = compare_cost(*nets, length=5, source_length=9)
     found, own, whole = (saved.get_cost(f"cache {name}") for name in ("per source token", "per token", "total"))
     assert [9 * one + 5 * each for one, each in zip(found[2:], own[2:], strict=True)] == list(whole[2:])
-    for net, said in zip(nets, found[2:], strict=True):
+    for net, options in zip(nets, found[2:], strict=True):
         memory = net.encode(torch.zeros(1, 9, dtype=torch.int64))
-        assert said * 9 == sum(t.nbytes for held in memory.layers for t in held.entry.values())
+        assert options * 9 == sum(t.nbytes for tensor in memory.layers for t in tensor.entry.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,8 +162,8 @@ def test_a_proof_of_every_kind_is_whole_and_reads_well(kind, tmp_path):
     gaps = [abs(one.after - one.before) for one in proof.examples]
     assert gaps == sorted(gaps, reverse=True)
     for one in proof.examples:
-        assert one.said_before
-        assert one.said_after
+        assert one.output_before
+        assert one.output_after
 
 
 def test_layers_before_the_first_cut_agree_wholly():
@@ -199,12 +201,12 @@ def test_an_example_goes_on_from_half_a_text_by_the_likeliest_token():
     ids = make_examples("decoder")[one.number].inputs["x"][0].tolist()
     half = len(ids) // 2
     assert one.read == " ".join(map(str, ids[:half]))
-    assert one.wanted == " ".join(map(str, ids[half:]))
-    for says, said in ((net, one.said_before), (after, one.said_after)):
+    assert one.target == " ".join(map(str, ids[half:]))
+    for value, options in ((net, one.output_before), (after, one.output_after)):
         text = list(ids[:half])
         for _ in range(MAX_CONTINUATION_TOKENS):
-            text.append(int(says(torch.tensor([text]))[0, -1].argmax()))
-        assert said == " ".join(map(str, text[half:]))
+            text.append(int(value(torch.tensor([text]))[0, -1].argmax()))
+        assert options == " ".join(map(str, text[half:]))
 
 
 def test_an_attention_that_is_gone_altogether_is_proven_too():
@@ -222,7 +224,7 @@ def test_a_page_carries_no_signs_of_others():
     net, after = two("decoder")
     evil = "a\x1b[2J|`<script>\u202e\n# b"
     proof = prove(net, after, make_examples("decoder"), ProofOptions(evil, timing=QUICK, notes=(evil,), command=evil))
-    example = replace(proof.examples[0], read=evil * 9, said_after=evil)
+    example = replace(proof.examples[0], read=evil * 9, output_after=evil)
     for shown in (render_proof(replace(proof, examples=(example,), model=evil)), render_summary(proof)):
         assert "\x1b" not in shown
         assert "\u202e" not in shown

@@ -128,18 +128,18 @@ def test_routing_keeps_the_most_important_heads_open():
 
 
 def test_texts_are_read_as_often_as_sums_need_room(monkeypatch):
-    net, heard = with_random_biases(build_model(LLAMA)), list[str]()
-    convert(net, ALIGNED, make_examples(net), log=heard.append)
-    assert sum("keys and values of 5 examples" in line for line in heard) == 1
+    net, recorded = with_random_biases(build_model(LLAMA)), list[str]()
+    convert(net, ALIGNED, make_examples(net), log=recorded.append)
+    assert sum("keys and values of 5 examples" in line for line in recorded) == 1
     assert MAX_STATISTICS > 2**20
     monkeypatch.setattr("headwise.surgery.conversion.MAX_STATISTICS", 1)
-    heard.clear()
-    convert(net, ALIGNED, make_examples(net), log=heard.append)
-    assert sum("keys and values of 5 examples" in line for line in heard) == 2
+    recorded.clear()
+    convert(net, ALIGNED, make_examples(net), log=recorded.append)
+    assert sum("keys and values of 5 examples" in line for line in recorded) == 2
 
 
 @pytest.mark.parametrize(
-    ("way", "told"),
+    ("way", "message"),
     [
         (4, "decoder.0.attention: cannot split 6 key-value heads into 4 equal groups. Use one of [1, 2, 3, 6]"),
         (0, "cannot split 6 key-value heads into 0 equal groups"),
@@ -149,22 +149,22 @@ def test_texts_are_read_as_often_as_sums_need_room(monkeypatch):
         (ToMixtureOfHeads(9, 1), "num_always_active must be between 0 and 6, the number of heads, got 9"),
     ],
 )
-def test_impossible_conversions_are_reported(way, told):
-    with pytest.raises(ValueError, match=re.escape(told)):
+def test_impossible_conversions_are_reported(way, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         convert(build_model(LLAMA), way) if not isinstance(way, ToMixtureOfHeads) else convert(
             build_model(LLAMA), way, make_examples(build_model(LLAMA))
         )
 
 
 def test_unknown_options_are_reported():
-    for make, told in [
+    for make, message in [
         (lambda: Pool(2, align="both sides"), "unknown align='both sides'; use one of both, keys, none, values"),
         (lambda: Pool(2, grouping="alike"), "unknown grouping='alike'; use one of consecutive, similar"),
         (lambda: Pool(2, score="angle"), "unknown score='angle'"),
         (lambda: convert(build_model(GPT2), 1, kind="crosses"), "unknown kind='crosses'; did you mean 'cross'"),
         (lambda: convert(build_model(GPT2), 1, kind="cross"), "gpt2 has no cross-attention; use kind='all'"),
     ]:
-        with pytest.raises(hw.SpecError, match=re.escape(told)):
+        with pytest.raises(hw.SpecError, match=re.escape(message)):
             make()
     with pytest.raises(ValueError, match="Linear has no config with a model_type"):
         convert(torch.nn.Linear(2, 2), 2)

@@ -56,10 +56,10 @@ def listener() -> Transformer:
 
 
 def labelled(net: Transformer, count: int = 5) -> list[Example]:
-    return [Example({**scene.inputs, "labels": [n % 5]}, {}) for n, scene in enumerate(make_examples(net, count))]
+    return [Example({**example.inputs, "labels": [n % 5]}, {}) for n, example in enumerate(make_examples(net, count))]
 
 
-def heard(count: int = 5) -> list[Example]:
+def audio_examples(count: int = 5) -> list[Example]:
     """Frames of several lengths, one of them with half a patch."""
     draw = torch.Generator().manual_seed(3)
     frames = [torch.randn(1, (12, 5, 8, 4, 6)[n % 5], 3, generator=draw, dtype=torch.float64) for n in range(count)]
@@ -68,10 +68,10 @@ def heard(count: int = 5) -> list[Example]:
 
 def placed(net: Transformer, count: int = 5) -> list[Example]:
     """Texts that say where their tokens stand."""
-    told = make_examples(net, count)
+    examples = make_examples(net, count)
     return [
         Example({**one.inputs, "sequence": SequenceInfo.contiguous(2, one.inputs["x"].shape[1], "cpu")}, {})
-        for one in told
+        for one in examples
     ]
 
 
@@ -87,7 +87,7 @@ MODELS: dict[str, Any] = {
     "translator": lambda: (translator(), make_examples(translator()), None),
     "label of the first": lambda: (classifier("first"), labelled(classifier("first")), None),
     "label of the mean": lambda: (classifier("mean"), labelled(classifier("mean")), None),
-    "frames": lambda: (listener(), heard(), None),
+    "frames": lambda: (listener(), audio_examples(), None),
 }
 
 
@@ -96,13 +96,13 @@ MODELS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_loss_of_a_packed_batch_is_that_of_its_texts_alone(name):
-    net, those, asked = MODELS[name]()
-    objective, _ = choose_objective(net, asked, those[0])
+    net, those, values = MODELS[name]()
+    objective, _ = choose_objective(net, values, those[0])
     alone = []
-    for number, scene in enumerate(those):
-        question = objective.prepare_input(net, scene, number)
+    for number, example in enumerate(those):
+        question = objective.prepare_input(net, example, number)
         alone.append(float(objective.value(net(**question.inputs.kwargs).detach(), None, question)))
-    lesson = DistillationTexts(net, those, asked).make_batch(range(len(those)))
+    lesson = DistillationTexts(net, those, values).make_batch(range(len(those)))
     together = lesson.losses(lesson.compute_outputs(net)).detach()
     np.testing.assert_allclose(together, alone, rtol=0, atol=1e-9)
     assert abs(float(together.mean()) - np.mean(alone)) < 1e-6
@@ -111,12 +111,12 @@ def test_the_loss_of_a_packed_batch_is_that_of_its_texts_alone(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_a_packed_batch_are_those_of_its_texts(name):
-    net, those, asked = MODELS[name]()
-    texts = DistillationTexts(net, those, asked)
-    lessons = [texts.make_batch(range(len(those))), *(texts.make_batch([n]) for n in range(len(those)))]
+    net, those, values = MODELS[name]()
+    texts = DistillationTexts(net, those, values)
+    examples = [texts.make_batch(range(len(those))), *(texts.make_batch([n]) for n in range(len(those)))]
     grads = []
-    for lesson in lessons:
-        loss = lesson.losses(lesson.compute_outputs(net)).mean()
+    for example in examples:
+        loss = example.losses(example.compute_outputs(net)).mean()
         grads.append(torch.autograd.grad(loss, list(net.parameters()), allow_unused=True))
     for whole, *each in zip(*grads, strict=True):
         if whole is not None:
@@ -130,20 +130,20 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 def test_divergence_and_distance_are_as_defined_and_blind_to_padding():
     draw = torch.Generator().manual_seed(0)
-    said, taught = torch.randn(2, 2, 3, 5, generator=draw, dtype=torch.float64)
-    lesson = DistillationBatch({}, torch.tensor([[True, True, True], [True, False, False]]))
+    result, taught = torch.randn(2, 2, 3, 5, generator=draw, dtype=torch.float64)
+    example = DistillationBatch({}, torch.tensor([[True, True, True], [True, False, False]]))
     counts, temperature = (3, 1), 1.7
     kl, cosine, square = np.zeros(2), np.zeros(2), np.zeros(2)
     for n, count in enumerate(counts):
         for place in range(count):
-            s, t = said[n, place].numpy(), taught[n, place].numpy()
+            s, t = result[n, place].numpy(), taught[n, place].numpy()
             p, q = softmax(t / temperature), softmax(s / temperature)
             kl[n] += temperature**2 * (p * (np.log(p) - np.log(q))).sum() / count
             cosine[n] += (1 - s @ t / np.linalg.norm(s) / np.linalg.norm(t)) / count
             square[n] += ((s - t) ** 2).mean() / count
-    np.testing.assert_allclose(lesson.kl_divergences(said, taught, temperature), kl, rtol=1e-12)
-    np.testing.assert_allclose(lesson.state_distances(said, taught), cosine, rtol=1e-12)
-    np.testing.assert_allclose(lesson.state_distances(said, taught, "l2"), square, rtol=1e-12)
+    np.testing.assert_allclose(example.kl_divergences(result, taught, temperature), kl, rtol=1e-12)
+    np.testing.assert_allclose(example.state_distances(result, taught), cosine, rtol=1e-12)
+    np.testing.assert_allclose(example.state_distances(result, taught, "l2"), square, rtol=1e-12)
 
 
 def test_batches_follow_from_the_seed_and_skip_held_out_texts():
@@ -151,10 +151,12 @@ def test_batches_follow_from_the_seed_and_skip_held_out_texts():
     those = [Example({"x": torch.full((1, 4), n)}, {}) for n in range(WORDS)]
 
     def order(seed: int, steps: int = 6) -> list[list[int]]:
-        lessons = DistillationLoader(DistillationTexts(net, those), UptrainingOptions(batch=5, held_out=0.2, seed=seed))
-        assert len(lessons.held_out_ids) == 3
-        assert not set(lessons.held_out_ids) & set(lessons.train_ids)
-        return [lessons.get_batch(step).inputs["x"][:, 0].tolist() for step in range(1, steps + 1)]
+        examples = DistillationLoader(
+            DistillationTexts(net, those), UptrainingOptions(batch=5, held_out=0.2, seed=seed)
+        )
+        assert len(examples.held_out_ids) == 3
+        assert not set(examples.held_out_ids) & set(examples.train_ids)
+        return [examples.get_batch(step).inputs["x"][:, 0].tolist() for step in range(1, steps + 1)]
 
     first = order(1)
     assert first == order(1) != order(2)
@@ -163,9 +165,9 @@ def test_batches_follow_from_the_seed_and_skip_held_out_texts():
     assert len(set(first[0] + first[1])) == 10
 
 
-def test_every_time_round_other_tokens_are_masked_and_held_back_ones_stay():
-    net, those, asked = MODELS["bert"]()
-    texts = DistillationTexts(net, those, asked)
+def test_each_epoch_masks_other_tokens_but_held_out_masks_stay():
+    net, those, values = MODELS["bert"]()
+    texts = DistillationTexts(net, those, values)
     masked = [(texts.make_batch([0, 1], epoch_seed=turn).labels != IGNORE_INDEX).tolist() for turn in (0, 0, 1, 2)]
     assert masked[0] == masked[1]
     assert len({str(one) for one in masked}) == 3
@@ -185,14 +187,14 @@ def other(net: Transformer, noise: float = 0.05) -> Transformer:
     """The same with a little of everything changed."""
     from headwise.surgery.attention_replacement import replace_attentions
 
-    made, draw = replace_attentions(net, {}), torch.Generator().manual_seed(5)
+    built, draw = replace_attentions(net, {}), torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in built.parameters():
             parameter += noise * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
-    return made
+    return built
 
 
-def kept(*nets: Transformer) -> list[dict[str, torch.Tensor]]:
+def copy_states(*nets: Transformer) -> list[dict[str, torch.Tensor]]:
     return [{name: one.clone() for name, one in net.state_dict().items()} for net in nets]
 
 
@@ -202,11 +204,11 @@ def same(net: Transformer, before: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "translator", "frames"])
 def test_a_student_approaches_its_unchanged_teacher(name):
-    teacher, _, asked = MODELS[name]()
-    those = heard(80) if name == "frames" else make_examples(teacher, 80)
+    teacher, _, values = MODELS[name]()
+    those = audio_examples(80) if name == "frames" else make_examples(teacher, 80)
     student = other(teacher, 0.2)
-    before = kept(teacher, student)
-    found = uptrain(student, teacher, those, UptrainingOptions(**LONGER, alpha=1.0, objective=asked))
+    before = copy_states(teacher, student)
+    found = uptrain(student, teacher, those, UptrainingOptions(**LONGER, alpha=1.0, objective=values))
     assert same(teacher, before[0])
     assert same(student, before[1])
     assert [point.step for point in found.curve] == [0, 15, 30]
@@ -250,15 +252,15 @@ def test_one_step_is_torchs_own_adamw():
     )  # fmt: skip
     found = uptrain(student, teacher, those, how).net
     mine = other(teacher).train()
-    lesson = DistillationLoader(DistillationTexts(student, those), how).get_batch(1)
-    said, taught = mine(**lesson.inputs), teacher(**lesson.inputs)
-    p, q = (torch.softmax(one / 1.5, -1) for one in (taught.detach(), said))
-    live, losses = lesson.positions, []
+    example = DistillationLoader(DistillationTexts(student, those), how).get_batch(1)
+    result, taught = mine(**example.inputs), teacher(**example.inputs)
+    p, q = (torch.softmax(one / 1.5, -1) for one in (taught.detach(), result))
+    live, losses = example.positions, []
     for n in range(4):
-        apart = 1.5**2 * (p[n] * (p[n].log() - q[n].log())).sum(-1)[live[n]].mean()
-        asked = lesson.labels[n] != IGNORE_INDEX
-        own = -said[n].log_softmax(-1)[asked, lesson.labels[n][asked]].mean()
-        losses.append(0.3 * apart + 0.7 * own)
+        distance = 1.5**2 * (p[n] * (p[n].log() - q[n].log())).sum(-1)[live[n]].mean()
+        selected = example.labels[n] != IGNORE_INDEX
+        own = -result[n].log_softmax(-1)[selected, example.labels[n][selected]].mean()
+        losses.append(0.3 * distance + 0.7 * own)
     torch.stack(losses).mean().backward()
     torch.nn.utils.clip_grad_norm_(mine.parameters(), 0.3)
     weights = mine.spec.params()
@@ -293,13 +295,13 @@ def test_a_seed_repeats_training_and_leaves_the_rng_of_torch():
     student = other(teacher)
     student.train()
     torch.manual_seed(11)
-    wanted = torch.rand(3)
+    expected = torch.rand(3)
     torch.manual_seed(11)
     nets = [
         uptrain(student, teacher, make_examples(teacher, 20), UptrainingOptions(**BRIEF, seed=seed)).net
         for seed in (4, 4, 5)
     ]
-    assert torch.equal(torch.rand(3), wanted)
+    assert torch.equal(torch.rand(3), expected)
     assert same(nets[0], nets[1].state_dict())
     assert not same(nets[0], nets[2].state_dict())
     assert nets[0].training
@@ -311,32 +313,32 @@ def test_a_seed_repeats_training_and_leaves_the_rng_of_torch():
 @pytest.mark.parametrize("how", ["signal", "raised"])
 def test_an_interrupt_returns_the_best_model_so_far(how):
     teacher = build_model(GPT2)
-    student, seen = other(teacher), list[RetrainingPoint]()
+    student, recorded = other(teacher), list[RetrainingPoint]()
 
     def stop(point: RetrainingPoint) -> None:
-        seen.append(point)
+        recorded.append(point)
         if point.step == 6:
             signal.raise_signal(signal.SIGINT)
             if how == "raised":
                 raise KeyboardInterrupt
 
-    said = UptrainingOptions(**BRIEF, alpha=1.0, keep="last")
-    found = uptrain(student, teacher, make_examples(teacher, 20), said, stop)
+    uptraining_options = UptrainingOptions(**BRIEF, alpha=1.0, keep="last")
+    found = uptrain(student, teacher, make_examples(teacher, 20), uptraining_options, stop)
     assert found.stop_reason == "interrupted at step 6 of 12"
     assert found.step == {"signal": 6, "raised": 4}[how]
     assert found.curve[-1].step == found.step
-    lessons = DistillationLoader(DistillationTexts(student, make_examples(teacher, 20)), said)
-    pupil = Student(found.net, teacher, lessons, [])
+    examples = DistillationLoader(DistillationTexts(student, make_examples(teacher, 20)), uptraining_options)
+    pupil = Student(found.net, teacher, examples, [])
     assert pupil.held_out_loss(found.net) == pytest.approx(found.curve[-1].held_out, abs=1e-12)
 
 
 # --- bad input -----------------------------------------------------------------------------------------
 
 
-def check_refused(what: str, *said: Any, **how: Any) -> None:
-    with pytest.raises(SpecError, match=what) as told:
-        uptrain(*said, UptrainingOptions(**{**BRIEF, **how}))
-    assert "\n" not in str(told.value)
+def check_refused(what: str, *args: Any, **how: Any) -> None:
+    with pytest.raises(SpecError, match=what) as excinfo:
+        uptrain(*args, UptrainingOptions(**{**BRIEF, **how}))
+    assert "\n" not in str(excinfo.value)
 
 
 def test_unsupported_students_are_refused_before_training():
@@ -360,7 +362,7 @@ def test_unsupported_students_are_refused_before_training():
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("options", "why"),
     [
         ({"steps": 0}, r"UptrainingOptions\(steps=0\) is out of range; give 1"),
         ({"rate": -1.0}, "rate=-1.0"),
@@ -374,9 +376,9 @@ def test_unsupported_students_are_refused_before_training():
         ({"batch": 2.5}, "is of type float"),
     ],
 )
-def test_invalid_arguments_are_refused(said, why):
+def test_invalid_arguments_are_refused(options, why):
     with pytest.raises(SpecError, match=why):
-        UptrainingOptions(**said)
+        UptrainingOptions(**options)
 
 
 def test_a_loss_that_is_no_number_ends_it():

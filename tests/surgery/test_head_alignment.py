@@ -28,29 +28,29 @@ from support import layer_cases as cases
 from support.layer_cases import EVERY, base, check_close
 
 # Whose heads lie in a way that something sees, by side.
-SEEN = {
+UNSUPPORTED_BY_SIDE = {
     "k": {"Additive", "Collaborative", "FeatureMap", "Knocking", "Latent", "Overlapping", "Shaw", "Sum", "Values"},
     "v": {"Knocking", "Overlapping", "OutputGate", "Shaw", "SumHeads"},
 }
-APART = {"Differential0", "Differential1", "TalkingHeads2", "TalkingHeads3"}
+MIXING_PARTS = {"Differential0", "Differential1", "TalkingHeads2", "TalkingHeads3"}
 
 
-def twin(spec, weights, dtype=torch.float64) -> hw.Attention:
+def layer_from_weights(spec, weights, dtype=torch.float64) -> hw.Attention:
     layer = hw.Attention(spec).to(dtype).eval()
     layer.load_state_dict(weights, strict=True)
     return layer
 
 
-def drawn(free: SymmetryGroup, heads: int, width: int) -> torch.Tensor:
+def random_maps(free: SymmetryGroup, heads: int, width: int) -> torch.Tensor:
     """Any maps of a freedom."""
     return solve_procrustes(torch.randn(heads, width, width, dtype=torch.float64), free)
 
 
-def told(layer: hw.Attention, z: torch.Tensor) -> dict[str, CrossProducts]:
+def cross_products(layer: hw.Attention, z: torch.Tensor) -> dict[str, CrossProducts]:
     return {side: CrossProducts.from_features(x) for side, x in compute_kv_features(layer, z).items()}
 
 
-@pytest.mark.parametrize("name", [name for name in EVERY if name not in APART])
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in MIXING_PARTS])
 def test_a_rotation_is_refused_or_does_not_change_the_output(name):
     spec = EVERY[name]
     layer = cases.layer(spec)
@@ -59,25 +59,25 @@ def test_a_rotation_is_refused_or_does_not_change_the_output(name):
         free, reason = find_symmetry(spec, layer.state_dict(), side)
         assert bool(reason) == (free == SymmetryGroup())
         if not reason:
-            maps = drawn(free, spec.heads.kv, width)
+            maps = random_maps(free, spec.heads.kv, width)
             assert (maps - torch.eye(width)).abs().max() > 0.1
             other = layer.state_dict() | map_heads(spec, layer.state_dict(), side, maps)
             fixed = {"atol": 1e-5, "rtol": 1e-5} if name == "Concat1" else {}  # a constant keeps its float32
-            check_close(twin(spec, other)(x, source=z), layer(x, source=z), **fixed)
+            check_close(layer_from_weights(spec, other)(x, source=z), layer(x, source=z), **fixed)
 
 
 @pytest.mark.parametrize("side", "kv")
 def test_only_heads_without_symmetry_cannot_be_rotated(side):
-    seen = {
+    recorded = {
         name for name, spec in cases.EXAMPLES.items()
-        if name not in APART and find_symmetry(spec, cases.layer(spec).state_dict(), side)[1]
+        if name not in MIXING_PARTS and find_symmetry(spec, cases.layer(spec).state_dict(), side)[1]
     }  # fmt: skip
-    assert {name.rstrip("0123456789") for name in seen} - {"Shaw"} == SEEN[side] - {"Shaw"}
-    assert ("Shaw0" in seen, "Shaw1" in seen) == (True, side == "k")
+    assert {name.rstrip("0123456789") for name in recorded} - {"Shaw"} == UNSUPPORTED_BY_SIDE[side] - {"Shaw"}
+    assert ("Shaw0" in recorded, "Shaw1" in recorded) == (True, side == "k")
 
 
 @pytest.mark.parametrize(
-    ("said", "side", "reason"),
+    ("options", "side", "reason"),
     [
         ({"modifiers": (hw.Shaw(reach=2),)}, "k", "Shaw depends on the basis of keys"),
         ({"modifiers": (hw.QKNorm(), hw.Rotary())}, "k", "QKNorm and Rotary depend on the basis of keys"),
@@ -87,8 +87,8 @@ def test_only_heads_without_symmetry_cannot_be_rotated(side):
     ],
     ids=str,
 )
-def test_a_refusal_names_the_part(said, side, reason):
-    layer = cases.layer(base(**said))
+def test_a_refusal_names_the_part(options, side, reason):
+    layer = cases.layer(base(**options))
     assert find_symmetry(layer.spec, layer.state_dict(), side) == (SymmetryGroup(), reason)
 
 
@@ -99,8 +99,8 @@ def test_a_norm_of_keys_lets_turns_pass_where_its_weights_are_alike():
     weights = layer.state_dict() | {f"qk_norm.{side}": torch.tensor([2.0, 3, 2, 5]).double() for side in "qk"}
     free, reason = find_symmetry(spec, weights, "k")
     assert (free, reason) == (SymmetryGroup(planes=((0, 2),)), "")
-    other = weights | map_heads(spec, weights, "k", drawn(free, 2, 4))
-    check_close(twin(spec, other)(x), twin(spec, weights)(x))
+    other = weights | map_heads(spec, weights, "k", random_maps(free, 2, 4))
+    check_close(layer_from_weights(spec, other)(x), layer_from_weights(spec, weights)(x))
     assert find_symmetry(spec, weights | {"qk_norm.q": torch.tensor([2.0, 3, 1, 5])}, "k")[0] == SymmetryGroup()
 
 
@@ -114,7 +114,7 @@ def test_rotary_is_invariant_to_rotations_of_pairs(pairs):
         {"half": [(0, 2), (1, 3)], "interleaved": [(0, 1), (2, 3)]}[pairs], (0.7, 0.07), strict=True
     ):
         turn[[a, a, b, b], [a, b, a, b]] = np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)
-    (own,) = drawn(free, 1, 6).numpy()
+    (own,) = random_maps(free, 1, 6).numpy()
     assert np.allclose(own @ turn, turn @ own, atol=1e-14)
     assert np.allclose(own @ own.T, np.eye(6))
     assert not np.allclose(own[4:, 4:], np.diag(np.diag(own[4:, 4:])))
@@ -140,23 +140,23 @@ def test_aligned_is_the_same_function_and_nearer_to_its_means(name, dtype):
     layer = cases.layer(spec, dtype)
     x, z = cases.tensors(spec, dtype)
     read, groups = x if z is None else z, groups_of(spec.heads.kv)
-    made = align_heads(spec, layer.state_dict(), groups, told(layer, read))
+    built = align_heads(spec, layer.state_dict(), groups, cross_products(layer, read))
     close = {"atol": 1e-10, "rtol": 1e-10} if dtype is torch.float64 else {"atol": 1e-5, "rtol": 1e-5}
-    new = twin(spec, made.weights, dtype)
+    new = layer_from_weights(spec, built.weights, dtype)
     check_close(new(x, source=z), layer(x, source=z), **close)
-    assert not made.skip_reasons
-    assert all(tensor.dtype == made.weights["project.q"].dtype for tensor in new.parameters())
-    for side, (before, after) in made.pooling_errors.items():
+    assert not built.skip_reasons
+    assert all(tensor.dtype == built.weights["project.q"].dtype for tensor in new.parameters())
+    for side, (before, after) in built.pooling_errors.items():
         assert after < 0.95 * before  # of random heads, far from chance
         for one, share in ((layer, before), (new, after)):
-            said = (
+            result = (
                 compute_kv_features(one, read)[side]
                 .double()
                 .numpy()
                 .reshape(-1, spec.heads.kv, compute_kv_features(one, read)[side].shape[-1])
             )
-            lost = sum(((said[:, list(g)] - said[:, list(g)].mean(1, keepdims=True)) ** 2).sum() for g in groups)
-            assert share == pytest.approx(lost / (said**2).sum(), rel=1e-4 if dtype is torch.float32 else 1e-9)
+            lost = sum(((result[:, list(g)] - result[:, list(g)].mean(1, keepdims=True)) ** 2).sum() for g in groups)
+            assert share == pytest.approx(lost / (result**2).sum(), rel=1e-4 if dtype is torch.float32 else 1e-9)
 
 
 def turned_copies(spec) -> hw.Attention:
@@ -168,8 +168,8 @@ def turned_copies(spec) -> hw.Attention:
             rows = weights[name].unflatten(0, (heads.kv, width))
             weights[name] = rows[:1].expand_as(rows).flatten(0, 1).clone()
         free, _ = find_symmetry(spec, weights, side)
-        weights |= map_heads(spec, weights, side, drawn(free, heads.kv, width))
-    return twin(spec, weights)
+        weights |= map_heads(spec, weights, side, random_maps(free, heads.kv, width))
+    return layer_from_weights(spec, weights)
 
 
 @pytest.mark.parametrize("modifiers", [(), (hw.Rotary(),), (hw.Rotary(dims=2), hw.HeadGate())], ids=str)
@@ -177,11 +177,11 @@ def test_heads_that_differ_by_a_turn_are_pooled_without_loss(modifiers):
     spec = base(kv=3, vdim=5, bias="qkvo", modifiers=modifiers)
     layer = turned_copies(spec)
     x, _ = cases.tensors(spec)
-    made = align_heads(spec, layer.state_dict(), [(0, 1, 2)], told(layer, x))
-    assert all(after < 1e-12 < 0.1 < before for before, after in made.pooling_errors.values())
-    pooled = twin(*head_axis_ops.share_kv_heads(spec, made.weights, [(0, 1, 2)]))
+    built = align_heads(spec, layer.state_dict(), [(0, 1, 2)], cross_products(layer, x))
+    assert all(after < 1e-12 < 0.1 < before for before, after in built.pooling_errors.values())
+    pooled = layer_from_weights(*head_axis_ops.share_kv_heads(spec, built.weights, [(0, 1, 2)]))
     check_close(pooled(x), layer(x), atol=1e-9)
-    mean = twin(*head_axis_ops.share_kv_heads(spec, layer.state_dict(), [(0, 1, 2)]))
+    mean = layer_from_weights(*head_axis_ops.share_kv_heads(spec, layer.state_dict(), [(0, 1, 2)]))
     assert (mean(x) - layer(x)).abs().max() > 1e-2
 
 
@@ -189,11 +189,11 @@ def test_an_unaligned_side_gives_a_reason_and_is_unchanged():
     spec = base(kv=2, modifiers=(hw.Shaw(reach=3),))
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
-    made = align_heads(spec, layer.state_dict(), [(0, 1)], told(layer, x))
-    assert made.skip_reasons == {"k": "Shaw depends on the basis of keys"}
-    assert made.pooling_errors["k"][0] == made.pooling_errors["k"][1]
-    assert made.pooling_errors["v"][0] > made.pooling_errors["v"][1]
-    assert [name for name, tensor in made.weights.items() if not torch.equal(tensor, layer.state_dict()[name])] == [
+    built = align_heads(spec, layer.state_dict(), [(0, 1)], cross_products(layer, x))
+    assert built.skip_reasons == {"k": "Shaw depends on the basis of keys"}
+    assert built.pooling_errors["k"][0] == built.pooling_errors["k"][1]
+    assert built.pooling_errors["v"][0] > built.pooling_errors["v"][1]
+    assert [name for name, tensor in built.weights.items() if not torch.equal(tensor, layer.state_dict()[name])] == [
         "project.v", "output.o",
     ]  # fmt: skip
 
@@ -253,7 +253,7 @@ def test_the_best_map_is_in_its_freedom_and_no_other_there_is_better(free, seed)
         (aa, ab), (ba, bb) = p[np.ix_(plane, plane)]
         scan = np.cos(angles) * (aa + bb) + np.sin(angles) * (ab - ba)  # trace of [[c, -s], [s, c]] P
         assert np.trace(own[np.ix_(plane, plane)] @ p[np.ix_(plane, plane)]) >= scan.max() - 1e-12
-    for other in drawn(free, 50, 4).numpy():
+    for other in random_maps(free, 50, 4).numpy():
         assert np.trace(other @ p) <= mine + 1e-12
 
 
@@ -285,9 +285,9 @@ def test_features_are_projections_before_rotary_and_norms():
     spec = base(kv=2, vdim=5, bias="qkv", modifiers=(hw.QKNorm(), hw.Rotary(), hw.Knocking()))
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
-    held = {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
+    tensors = {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
     for side, width in (("k", 4), ("v", 5)):
-        plain = x.numpy() @ held[f"project.{side}"].T + held[f"project.{side}_bias"]
+        plain = x.numpy() @ tensors[f"project.{side}"].T + tensors[f"project.{side}_bias"]
         check_close(compute_kv_features(layer, x)[side], torch.tensor(plain.reshape(3, 7, 2, width)))
 
 
@@ -303,10 +303,10 @@ def test_pooling_and_splitting_equal_heads_is_exact(into, order, bias, rotary):
         for group in groups:
             rows[list(group)] = rows[group[0]].clone()
     x, _ = cases.tensors(spec)
-    told = layer(x)
+    outputs = layer(x)
     shared = head_axis_ops.share_kv_heads(spec, weights, groups)
-    check_close(twin(*shared)(x), told)
-    check_close(twin(*head_axis_ops.split_kv_heads(*shared))(x), told)
+    check_close(layer_from_weights(*shared)(x), outputs)
+    check_close(layer_from_weights(*head_axis_ops.split_kv_heads(*shared))(x), outputs)
     assert shared[0].heads.kv == into
 
 
@@ -314,20 +314,20 @@ def test_invalid_arguments_are_refused():
     spec = base(kv=3)
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
-    heard, weights = told(layer, x), layer.state_dict()
-    for said, reason in (
+    recorded, weights = cross_products(layer, x), layer.state_dict()
+    for options, reason in (
         ({"groups": [(0, 1)]}, "must contain each of 3 key-value heads once"),
         ({"sides": "q"}, "sides must be 'k', 'v' or 'kv'"),
         ({"sides": ""}, "sides must be 'k', 'v' or 'kv'"),
-        ({"products": {"k": heard["k"]}}, "products are missing for values"),
-        ({"products": told(cases.layer(base(kv=2)), x)}, "collect them from this layer"),
+        ({"products": {"k": recorded["k"]}}, "products are missing for values"),
+        ({"products": cross_products(cases.layer(base(kv=2)), x)}, "collect them from this layer"),
     ):
         with pytest.raises(hw.SpecError, match=reason):
-            align_heads(spec, weights, **({"groups": [(0, 1, 2)], "products": heard, "sides": "kv"} | said))
-    apart = replace(spec, heads=replace(spec.heads, value_heads=(0, 1, 0, 1, 0, 1)))
+            align_heads(spec, weights, **({"groups": [(0, 1, 2)], "products": recorded, "sides": "kv"} | options))
+    separate = replace(spec, heads=replace(spec.heads, value_heads=(0, 1, 0, 1, 0, 1)))
     with pytest.raises(hw.SpecError, match="grouped separately"):
-        align_heads(apart, weights, [(0, 1, 2)], heard)
+        align_heads(separate, weights, [(0, 1, 2)], recorded)
     with pytest.raises(ValueError, match="not finite"):
         CrossProducts.from_features(x[..., None] * np.inf)
     with pytest.raises(ValueError, match="of similarity"):
-        compute_similarity(heard["k"], kind="cosin")
+        compute_similarity(recorded["k"], kind="cosin")

@@ -28,7 +28,7 @@ def brute(score: np.ndarray, into: int) -> float:
     )
 
 
-def drawn(heads: int, seed: int) -> np.ndarray:
+def random_scores(heads: int, seed: int) -> np.ndarray:
     score = np.random.default_rng(seed).normal(size=(heads, heads))
     return (score + score.T) / 2
 
@@ -37,7 +37,7 @@ def drawn(heads: int, seed: int) -> np.ndarray:
 @given(st.sampled_from([(4, 2), (6, 1), (6, 2), (6, 3), (6, 6)]), st.integers(0, 999))
 def test_few_heads_are_grouped_as_well_as_can_be(sizes, seed):
     heads, into = sizes
-    score = drawn(heads, seed)
+    score = random_scores(heads, seed)
     found = head_grouping.group_similar_heads(torch.tensor(score), into)
     assert sorted(head for group in found for head in group) == list(range(heads))
     assert {len(group) for group in found} == {heads // into}
@@ -50,7 +50,7 @@ def test_few_heads_are_grouped_as_well_as_can_be(sizes, seed):
 @given(st.sampled_from([(6, 2), (8, 2), (8, 4), (9, 3), (10, 5)]), st.integers(0, 999))
 def test_hill_climbing_equals_exhaustive_search(sizes, seed):
     heads, into = sizes
-    score = torch.tensor(drawn(heads, seed))
+    score = torch.tensor(random_scores(heads, seed))
     every = head_grouping.group_similar_heads(score, into)
     assert head_grouping.count_groupings(heads, into) <= head_grouping.MAX_EXHAUSTIVE
     climbed = head_grouping.search_by_swaps(score, into, seed=seed, restarts=50)
@@ -60,7 +60,7 @@ def test_hill_climbing_equals_exhaustive_search(sizes, seed):
 
 
 def test_many_heads_are_grouped_alike_every_time_and_never_worse_than_neighbours():
-    score = torch.tensor(drawn(24, 5))
+    score = torch.tensor(random_scores(24, 5))
     assert head_grouping.count_groupings(24, 6) > head_grouping.MAX_EXHAUSTIVE
     once, again = (head_grouping.group_similar_heads(score, 6, seed=2, restarts=20) for _ in range(2))
     assert once == again
@@ -77,7 +77,7 @@ def test_many_heads_are_grouped_alike_every_time_and_never_worse_than_neighbours
 
 def test_hidden_groups_are_found():
     owner = torch.arange(32) * 7 % 8
-    score = (owner[:, None] == owner).double() + 0.3 * torch.tensor(drawn(32, 1))
+    score = (owner[:, None] == owner).double() + 0.3 * torch.tensor(random_scores(32, 1))
     found = head_grouping.group_similar_heads(score, 8, seed=0, restarts=10)
     assert {frozenset(group) for group in found} == {
         frozenset((owner == n).nonzero().flatten().tolist()) for n in range(8)
@@ -101,7 +101,7 @@ def test_groups_that_do_not_come_out_are_refused():
             head_grouping.group_similar_heads(score, 2)
 
 
-def twin(spec, weights) -> hw.Attention:
+def layer_from_weights(spec, weights) -> hw.Attention:
     layer = hw.Attention(spec).double().eval()
     layer.load_state_dict(weights, strict=True)
     return layer
@@ -134,12 +134,12 @@ def test_another_order_is_refused_or_the_same_layer(name):
         lambda: permute_heads(spec, layer.state_dict(), order),
         lambda: make_groups_contiguous(spec, layer.state_dict()),
     ):
-        check_close(twin(*make())(x, source=z), layer(x, source=z))
+        check_close(layer_from_weights(*make())(x, source=z), layer(x, source=z))
 
 
 def test_contiguous_groups_make_sharing_regular():
-    for said in ({"modifiers": (hw.Alibi(), hw.HeadGate())}, {"heads": 3, "modifiers": (hw.DifferentialV2(),)}):
-        spec = base(**({"heads": 6, "bias": "qkvo"} | said))
+    for options in ({"modifiers": (hw.Alibi(), hw.HeadGate())}, {"heads": 3, "modifiers": (hw.DifferentialV2(),)}):
+        spec = base(**({"heads": 6, "bias": "qkvo"} | options))
         spec, weights = head_axis_ops.share_kv_heads(
             spec, cases.layer(spec).state_dict(), [(0, 2), (1,)] if spec.heads.kv == 3 else [(0, 4, 2), (5, 1, 3)]
         )
@@ -150,7 +150,7 @@ def test_contiguous_groups_make_sharing_regular():
             spec.heads.q == 6 and spec.heads.kv == 2 and len(set(map(spec.heads.kv_head_of_query.count, (0, 1)))) == 1
         )
         assert list(even.heads.kv_head_of_query) == sorted(spec.heads.kv_head_of_query)
-        check_close(twin(even, moved)(x), twin(spec, weights)(x))
+        check_close(layer_from_weights(even, moved)(x), layer_from_weights(spec, weights)(x))
 
 
 def test_an_order_must_name_every_head_and_keep_pairs():
@@ -161,4 +161,7 @@ def test_an_order_must_name_every_head_and_keep_pairs():
     with pytest.raises(hw.SpecError):
         permute_heads(spec, weights, [0, 2, 1, 3, 4, 5, 6, 7])
     x, _ = cases.tensors(spec)
-    check_close(twin(*permute_heads(spec, weights, [4, 5, 0, 1, 6, 7, 2, 3]))(x), twin(spec, weights)(x))
+    check_close(
+        layer_from_weights(*permute_heads(spec, weights, [4, 5, 0, 1, 6, 7, 2, 3]))(x),
+        layer_from_weights(spec, weights)(x),
+    )

@@ -50,17 +50,17 @@ def stacked(spec: hw.AttentionSpec, placement: str, scale: float = 1.0, layers: 
     )
 
 
-def gone(net: Transformer, keep: dict[str, Any]) -> list[tuple[str, int]]:
+def removed_heads(net: Transformer, keep: dict[str, Any]) -> list[tuple[str, int]]:
     """The heads that a plan removes."""
     heads = {name: range(len(spec.score_head_of_output)) for name, spec in net.spec.attention_specs()}
-    return [(site, head) for site, kept in keep.items() for head in heads[site] if head not in kept]
+    return [(site, head) for site, keep in keep.items() for head in heads[site] if head not in keep]
 
 
 def check_cut(net: Transformer, keep: dict[str, Any]) -> Transformer:
     """Silenced = cut; the model itself is left as it was."""
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     small = remove_heads(net, keep)
-    with hw.ablate(net, gone(net, keep)):
+    with hw.ablate(net, removed_heads(net, keep)):
         silent = model_output(net)
     torch.testing.assert_close(model_output(small), silent, rtol=1e-9, atol=1e-9)
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
@@ -70,11 +70,11 @@ def check_cut(net: Transformer, keep: dict[str, Any]) -> Transformer:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("kept", [(0, 2), ()], ids=["some", "none"])
-def test_pruned_equals_ablated_for_every_norm_placement(placement, kept):
+@pytest.mark.parametrize("keep", [(0, 2), ()], ids=["some", "none"])
+def test_pruned_equals_ablated_for_every_norm_placement(placement, keep):
     net = with_random_biases(stacked(hw.design(model=12, heads=3, bias="qkvo", pattern="causal"), placement, scale=0.7))
-    small = check_cut(net, {"decoder.0.attention": kept})
-    assert small.spec.stacks[0].layers[0].constant_sublayers == (() if kept else ("attention",))
+    small = check_cut(net, {"decoder.0.attention": keep})
+    assert small.spec.stacks[0].layers[0].constant_sublayers == (() if keep else ("attention",))
     check_cut(small, {"decoder.1.attention": (1,)})
 
 
@@ -123,10 +123,10 @@ def test_pruned_equals_ablated_for_any_spec(data):
     except hw.SpecError:  # a schedule by depth, or a part that stands only once
         return
     outs = len(spec.score_head_of_output)
-    kept = tuple(sorted(data.draw(st.sets(st.integers(0, outs - 1)))))
-    small = remove_heads(net, {"decoder.0.attention": kept})
+    keep = tuple(sorted(data.draw(st.sets(st.integers(0, outs - 1)))))
+    small = remove_heads(net, {"decoder.0.attention": keep})
     x = random_ids(0, 5)
-    with torch.no_grad(), hw.ablate(net, [(0, head) for head in range(outs) if head not in kept]):
+    with torch.no_grad(), hw.ablate(net, [(0, head) for head in range(outs) if head not in keep]):
         silent = net(x)
     with torch.no_grad():
         torch.testing.assert_close(small(x), silent, rtol=1e-7, atol=1e-7)
@@ -151,7 +151,7 @@ def test_a_description_with_attentions_that_went_is_read_back():
 
 
 @pytest.mark.parametrize(
-    ("keep", "told"),
+    ("keep", "message"),
     [
         ({"decoder.0.attention": (3,)}, r"decoder.0.attention has no head 3; its heads are 0..2"),
         ({"decoder.0.attention": (-1,)}, r"has no head -1; its heads are 0..2"),
@@ -160,8 +160,8 @@ def test_a_description_with_attentions_that_went_is_read_back():
         ({"decoder.0.attention": (), "decoder.1.attention": ()}, r"cannot remove all heads of gpt2. Keep at least one"),
     ],
 )
-def test_impossible_removals_are_reported(keep, told):
-    with pytest.raises(hw.SpecError, match=told):
+def test_impossible_removals_are_reported(keep, message):
+    with pytest.raises(hw.SpecError, match=message):
         remove_heads(build_model(GPT2), keep)
 
 

@@ -45,25 +45,25 @@ transformers.utils.logging.disable_progress_bar()
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders are tried in this process: one of their own takes seconds to begin."""
 
-    def asked(command: list[str]) -> load_check.LoadCheck:
-        program, said = command[4].replace('sys.modules["headwise"] = None', ""), io.StringIO()
-        with monkeypatch.context() as patch, contextlib.redirect_stdout(said):
+    def run_program(command: list[str]) -> load_check.LoadCheck:
+        program, string_io = command[4].replace('sys.modules["headwise"] = None', ""), io.StringIO()
+        with monkeypatch.context() as patch, contextlib.redirect_stdout(string_io):
             patch.setattr(sys, "argv", ["-c", *command[5:]])
             exec(compile(program, "driver", "exec"), {})
-        return judged(command, said.getvalue())
+        return judged(command, string_io.getvalue())
 
     judged = _judging(load_check._run_loader)
-    monkeypatch.setattr(load_check, "_run_loader", asked)
+    monkeypatch.setattr(load_check, "_run_loader", run_program)
 
 
-def _judging(asked: Callable[[list[str]], load_check.LoadCheck]) -> Callable[[list[str], str], load_check.LoadCheck]:
+def _judging(function: Callable[[list[str]], load_check.LoadCheck]) -> Callable[[list[str], str], load_check.LoadCheck]:
     """What is made of the output of a process, without one."""
 
-    def judged(command: list[str], said: str) -> load_check.LoadCheck:
+    def judged(command: list[str], value: str) -> load_check.LoadCheck:
         with pytest.MonkeyPatch.context() as patch:
-            done = subprocess.CompletedProcess(command, 0, said, "")
+            done = subprocess.CompletedProcess(command, 0, value, "")
             patch.setattr(load_check.subprocess, "run", lambda *_, **__: done)
-            return asked(command)
+            return function(command)
 
     return judged
 
@@ -79,7 +79,7 @@ def everywhere(net: Transformer, heads: tuple[int, ...]) -> dict[str, tuple[int,
     return {site: heads for site, _ in net.spec.attention_specs()}
 
 
-def said(net: Transformer) -> tuple[dict[str, Tensor], Tensor]:
+def inputs_and_outputs(net: Transformer) -> tuple[dict[str, Tensor], Tensor]:
     """Inputs under transformers' names, and what a model says of them."""
     draw, first = torch.Generator().manual_seed(5), net.spec.stacks[0].embedding
     ids = torch.randint(3, 67, (2, 11), generator=draw)
@@ -96,16 +96,16 @@ def said(net: Transformer) -> tuple[dict[str, Tensor], Tensor]:
 
 def check_same(model: torch.nn.Module, net: Transformer) -> None:
     """A model of transformers says what ours says."""
-    inputs, wanted = said(net)
+    inputs, wanted = inputs_and_outputs(net)
     assert (run_model(model, inputs) - wanted).abs().max() <= 1e-5 * wanted.abs().max().clamp(min=1)
 
 
 def loaded(folder: Path) -> torch.nn.Module:
     """What transformers makes of a folder by itself; nothing may be missing."""
     named = json.loads((folder / CONFIG).read_text())["architectures"][0]
-    model, told = getattr(transformers, named).from_pretrained(folder, output_loading_info=True)
-    assert not told["missing_keys"]
-    assert not told["unexpected_keys"]
+    model, result = getattr(transformers, named).from_pretrained(folder, output_loading_info=True)
+    assert not result["missing_keys"]
+    assert not result["unexpected_keys"]
     return model.eval()
 
 
@@ -155,14 +155,14 @@ UNIFORM: dict[str, tuple[str, dict[str, Any], Callable[[Transformer], Transforme
 
 @pytest.mark.parametrize("case", UNIFORM)
 def test_layers_alike_are_a_plain_checkpoint(case: str, tmp_path: Path, here: None):
-    name, keys, change, wanted = UNIFORM[case]
+    name, keys, change, expected = UNIFORM[case]
     net = change(source(name, tmp_path / "source", **keys))
-    told = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
-    assert told.kind == "transformers", told.summary
-    assert told.summary.startswith("A transformers checkpoint: ")
+    notes = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    assert notes.kind == "transformers", notes.summary
+    assert notes.summary.startswith("A transformers checkpoint: ")
     check_same(loaded(tmp_path / "cut"), net)
     before, after = (json.loads((tmp_path / where / CONFIG).read_text()) for where in ("source", "cut"))
-    assert {key: after[key] for key in wanted} == wanted
+    assert {key: after[key] for key in expected} == expected
     if after["model_type"] == before["model_type"]:
         assert {key for key in after if after[key] != before.get(key)} <= {
             "num_attention_heads", "num_key_value_heads", "num_heads", "head_dim"
@@ -176,21 +176,21 @@ def test_shards_dtypes_and_unmapped_tensors_stay(tmp_path: Path, here: None):
     one.save_pretrained(tmp_path / "source", max_shard_size="12KB")
     besides(tmp_path / "source")
     net = remove_heads(hw.load(tmp_path / "source"), {OWN: (2, 3), NEXT: (0, 1)})
-    told = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
-    assert told.kind == "transformers", told.summary
+    notes = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    assert notes.kind == "transformers", notes.summary
     where = [json.loads((tmp_path / folder / INDEX).read_text()) for folder in ("source", "cut")]
     assert where[0]["weight_map"] == where[1]["weight_map"]
-    held = 0
+    stored = 0
     for file in sorted(set(where[0]["weight_map"].values())):
         old, new = (safetensors.torch.load_file(tmp_path / folder / file) for folder in ("source", "cut"))
         assert list(old) == list(new)
         assert {name: t.dtype for name, t in old.items()} == {name: t.dtype for name, t in new.items()}
         assert all(torch.equal(old[name], new[name]) or "self_attn" in name for name in old)
-        held += sum(tensor.nbytes for tensor in new.values())
-    assert where[1]["metadata"]["total_size"] == held
+        stored += sum(tensor.nbytes for tensor in new.values())
+    assert where[1]["metadata"]["total_size"] == stored
     assert len(set(where[0]["weight_map"].values())) > 3
-    kept = sorted(path.relative_to(tmp_path / "cut").as_posix() for path in (tmp_path / "cut").rglob("*.*"))
-    assert [name for name in kept if "safetensors" not in name] == [
+    keep = sorted(path.relative_to(tmp_path / "cut").as_posix() for path in (tmp_path / "cut").rglob("*.*"))
+    assert [name for name in keep if "safetensors" not in name] == [
         "1_Pooling/config.json", CONFIG, "generation_config.json", RECORD_FILE, "merges.txt", "modules.json",
         "tokenizer_config.json", "vocab.json",
     ]  # fmt: skip
@@ -199,12 +199,12 @@ def test_shards_dtypes_and_unmapped_tensors_stay(tmp_path: Path, here: None):
 def besides(folder: Path) -> None:
     """What lies beside weights: files that belong to the model, and some that must not travel on."""
     (folder / "1_Pooling").mkdir()
-    wanted = ("1_Pooling/config.json", "modules.json", "vocab.json", "merges.txt", "tokenizer_config.json")
-    for name in (*wanted, "training_args.bin", "modeling_own.py", "optimizer.pt", "1_Pooling/own.py", "scores.json"):
+    expected = ("1_Pooling/config.json", "modules.json", "vocab.json", "merges.txt", "tokenizer_config.json")
+    for name in (*expected, "training_args.bin", "modeling_own.py", "optimizer.pt", "1_Pooling/own.py", "scores.json"):
         (folder / name).write_text("{}")
-    held = safetensors.torch.load_file(folder / first_shard(folder))
-    held["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.arange(3.0)
-    safetensors.torch.save_file(held, folder / first_shard(folder), {"format": "pt"})
+    tensors = safetensors.torch.load_file(folder / first_shard(folder))
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.arange(3.0)
+    safetensors.torch.save_file(tensors, folder / first_shard(folder), {"format": "pt"})
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["model.layers.0.self_attn.rotary_emb.inv_freq"] = first_shard(folder)
     (folder / INDEX).write_text(json.dumps(index))
@@ -244,14 +244,14 @@ def cut(case: str, folder: Path) -> Transformer:
 def test_shapes_without_a_config_key_come_with_a_loader(case: str, tmp_path: Path, here: None):
     """Our reading, the loader's, and the model agree; transformers alone refuses, and does not make numbers up."""
     net = cut(case, tmp_path / "source")
-    told = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: [0]}})
-    assert told.kind == "resized", told.summary
-    assert told.summary.startswith("Not a plain transformers checkpoint, because ")
-    assert told.summary.endswith("; load it with headwise.load or load_model.py.")
+    notes = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: [0]}})
+    assert notes.kind == "resized", notes.summary
+    assert notes.summary.startswith("Not a plain transformers checkpoint, because ")
+    assert notes.summary.endswith("; load it with headwise.load or load_model.py.")
     model = own(tmp_path / "cut")
     check_same(model, net)
     again = hw.load(tmp_path / "cut")
-    assert torch.allclose(said(again)[1], said(net)[1], atol=1e-6)
+    assert torch.allclose(inputs_and_outputs(again)[1], inputs_and_outputs(net)[1], atol=1e-6)
     assert hw.families.read_model_spec(tmp_path / "cut") == again.spec
     assert type(model) is getattr(transformers, ZOO[UNEVEN[case][0]].model)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
@@ -270,8 +270,10 @@ def test_a_layer_without_heads_counts_tokens(case: str, tmp_path: Path, here: No
     assert torch.equal(both[0], both[1])
     if not model.config.is_encoder_decoder:
         with torch.no_grad():
-            kept = model(ids[:, :4], use_cache=True).past_key_values
-            assert torch.allclose(model(ids[:, 4:], past_key_values=kept).logits, model(ids).logits[:, 4:], atol=1e-5)
+            outputs = model(ids[:, :4], use_cache=True).past_key_values
+            assert torch.allclose(
+                model(ids[:, 4:], past_key_values=outputs).logits, model(ids).logits[:, 4:], atol=1e-5
+            )
 
 
 def test_folders_are_cut_again(tmp_path: Path, here: None):
@@ -282,9 +284,9 @@ def test_folders_are_cut_again(tmp_path: Path, here: None):
     twice = remove_heads(hw.load(tmp_path / "once"), {NEXT: (2, 3)})
     assert model_folder.write_model_folder(twice, tmp_path / "once", tmp_path / "twice", {}).kind == "transformers"
     check_same(loaded(tmp_path / "twice"), remove_heads(net, {OWN: (0, 1), NEXT: (2, 3)}))
-    gone = remove_heads(hw.load(tmp_path / "once"), {OWN: (), NEXT: (2,)})
-    assert model_folder.write_model_folder(gone, tmp_path / "once", tmp_path / "gone", {}).kind == "resized"
-    check_same(own(tmp_path / "gone"), gone)
+    removed = remove_heads(hw.load(tmp_path / "once"), {OWN: (), NEXT: (2,)})
+    assert model_folder.write_model_folder(removed, tmp_path / "once", tmp_path / "gone", {}).kind == "resized"
+    check_same(own(tmp_path / "gone"), removed)
 
 
 def test_a_layer_that_went_before_stays_away(tmp_path: Path, here: None):
@@ -294,7 +296,7 @@ def test_a_layer_that_went_before_stays_away(tmp_path: Path, here: None):
     second = remove_heads(hw.load(tmp_path / "first"), {"encoder.1.attention": (0, 2)})
     assert model_folder.write_model_folder(second, tmp_path / "first", tmp_path / "second", {}).kind == "resized"
     check_same(own(tmp_path / "second"), second)
-    assert torch.allclose(said(hw.load(tmp_path / "second"))[1], said(second)[1], atol=1e-6)
+    assert torch.allclose(inputs_and_outputs(hw.load(tmp_path / "second"))[1], inputs_and_outputs(second)[1], atol=1e-6)
 
 
 def test_a_vector_that_was_folded_in_before_stays(tmp_path: Path, here: None):
@@ -333,8 +335,8 @@ from load_model import load
 models = {"plain": transformers.AutoModelForCausalLM.from_pretrained(plain), "other": load()}
 ids = load_file(work + "/in.safetensors")["ids"]
 with torch.no_grad():
-    said = {name: model(input_ids=ids).logits.clone() for name, model in models.items()}
-save_file(said, work + "/out.safetensors")
+    logits = {name: model(input_ids=ids).logits.clone() for name, model in models.items()}
+save_file(logits, work + "/out.safetensors")
 assert "headwise" not in {name.partition(".")[0] for name in sys.modules if sys.modules[name] is not None}
 """
 
@@ -343,14 +345,14 @@ def test_both_kinds_load_where_headwise_is_not(tmp_path: Path, request: pytest.F
     """In a process that cannot import headwise; the check while writing was in one of its own."""
     net = source("llama", tmp_path / "source", **ALONE)
     nets = {"other": remove_heads(net, {OWN: C, NEXT: B}), "plain": remove_heads(net, everywhere(net, (1, 3)))}
-    ids = said(net)[0]["input_ids"]
+    ids = inputs_and_outputs(net)[0]["input_ids"]
     safetensors.torch.save_file({"ids": ids}, tmp_path / "in.safetensors")
     for name, one in nets.items():
         model_folder.write_model_folder(one, tmp_path / "source", tmp_path / name, {})
         assert record(tmp_path / name)["checked"].startswith("loaded without headwise, outputs differ by ")
         request.getfixturevalue("here")
-    asked = [sys.executable, "-I", "-B", "-c", CLEAN, *(str(tmp_path / name) for name in nets), str(tmp_path)]
-    ran = subprocess.run(asked, capture_output=True, text=True, check=False)
+    result = [sys.executable, "-I", "-B", "-c", CLEAN, *(str(tmp_path / name) for name in nets), str(tmp_path)]
+    ran = subprocess.run(result, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     found = safetensors.torch.load_file(tmp_path / "out.safetensors")
     with torch.no_grad():
@@ -365,12 +367,12 @@ def test_other_sources_give_our_folder(tmp_path: Path):
     hw.save(net, tmp_path / "ours")
     small = remove_heads(net, {OWN: (0, 1)})
     for n, where in enumerate((tmp_path / "ours", None)):
-        told = model_folder.write_model_folder(
+        notes = model_folder.write_model_folder(
             small, where, tmp_path / f"cut{n}", {"kept": {}}, extra_files={"PROOF.md": b"seen"}
         )
-        assert told.kind == "ours"
-        assert set(told.files) == {"README.md", "headwise.toml", RECORD_FILE, WEIGHTS, "PROOF.md"}
-        assert torch.equal(said(hw.load(tmp_path / f"cut{n}"))[1], said(small)[1])
+        assert notes.kind == "ours"
+        assert set(notes.files) == {"README.md", "headwise.toml", RECORD_FILE, WEIGHTS, "PROOF.md"}
+        assert torch.equal(inputs_and_outputs(hw.load(tmp_path / f"cut{n}"))[1], inputs_and_outputs(small)[1])
 
 
 @pytest.mark.parametrize(
@@ -385,27 +387,27 @@ def test_unloadable_shapes_are_written_as_a_headwise_folder(
     name: str, keep: Mapping[str, Any], why: str, tmp_path: Path, here: None
 ):
     net = remove_heads(source(name, tmp_path / "source"), keep)
-    told = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
-    assert told.kind == "ours"
-    assert why in told.summary
+    notes = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    assert notes.kind == "ours"
+    assert why in notes.summary
     assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == [
         "README.md",
         RECORD_FILE,
         "headwise.toml",
         WEIGHTS,
     ]
-    assert torch.equal(said(hw.load(tmp_path / "cut"))[1], said(net)[1])
+    assert torch.equal(inputs_and_outputs(hw.load(tmp_path / "cut"))[1], inputs_and_outputs(net)[1])
 
 
 def test_a_loader_with_other_outputs_is_not_written(tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch):
     text = resized_modules.LOADER_SOURCE.read_text().replace("torch.zeros_like(x) + bias", "torch.zeros_like(x) - bias")
     (tmp_path / "wrong.txt").write_text(text)
     monkeypatch.setattr(resized_modules, "LOADER_SOURCE", tmp_path / "wrong.txt")
-    told = model_folder.write_model_folder(
+    notes = model_folder.write_model_folder(
         cut("llama without the first", tmp_path / "source"), tmp_path / "source", tmp_path / "cut", {}
     )
-    assert told.kind == "ours"
-    assert "outputs differ by" in told.summary
+    assert notes.kind == "ours"
+    assert "outputs differ by" in notes.summary
 
 
 def test_without_transformers_loading_is_not_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -422,7 +424,9 @@ def test_without_transformers_loading_is_not_claimed(tmp_path: Path, monkeypatch
     assert (other.kind, "load_model.py" in other.files) == ("resized", False)
     assert "because layer 1 keeps 4 heads and layer 0 2; " in other.summary
     assert "no loader script was written" in other.summary
-    assert torch.allclose(said(hw.load(tmp_path / "b"))[1], said(remove_heads(net, {OWN: A}))[1], atol=1e-6)
+    assert torch.allclose(
+        inputs_and_outputs(hw.load(tmp_path / "b"))[1], inputs_and_outputs(remove_heads(net, {OWN: A}))[1], atol=1e-6
+    )
 
 
 # --- heads.json ----------------------------------------------------------------------------------------
@@ -578,11 +582,11 @@ def test_the_plain_form_is_the_same_function(tmp_path: Path):
         name: specs.get(".".join(name.split(".")[:3]), {}).get(".".join(name.split(".")[3:]), tensor)
         for name, tensor in net.state_dict().items()
     })  # fmt: skip
-    assert torch.allclose(said(odd.eval())[1], said(net)[1], atol=3e-4)
+    assert torch.allclose(inputs_and_outputs(odd.eval())[1], inputs_and_outputs(net)[1], atol=3e-4)
     form = to_canonical_form(odd)
     same = build(form.model_spec)
     same.load_state_dict(dict(form.tensors))
-    assert torch.allclose(said(same.eval())[1], said(net)[1], atol=3e-4)
+    assert torch.allclose(inputs_and_outputs(same.eval())[1], inputs_and_outputs(net)[1], atol=3e-4)
     columns = {n: t.tolist() for n, t in form.tensors.items() if n.endswith("column")}
     assert set(map(tuple, columns.values())) == {(0, 1), (0, 1, 2)}
     widths = {n.split(".")[0]: t.shape[1] for n, t in form.tensors.items() if n.endswith("t5_bias.table")}
@@ -610,7 +614,7 @@ def test_groups_in_any_order_are_made_regular():
     assert dict(form.model_spec.attention_specs())[OWN].heads == hw.Heads.grouped(q=6, kv=3, dim=5)
     same = build(form.model_spec)
     same.load_state_dict(dict(form.tensors))
-    assert torch.allclose(said(same.eval())[1], said(net)[1], atol=1e-6)
+    assert torch.allclose(inputs_and_outputs(same.eval())[1], inputs_and_outputs(net)[1], atol=1e-6)
     assert "decoder.0.attention.alibi.slope" in form.find_extra_constants(hw.families.get_weight_names("llama"))
 
 
@@ -629,10 +633,10 @@ def test_a_model_in_memory_is_copied(name: str):
     net = copy_live_model(model)
     check_same(model, net)
     with torch.no_grad():
-        before = said(net)[1]
+        before = inputs_and_outputs(net)[1]
         for tensor in model.parameters():
             tensor.zero_()
-        assert torch.equal(said(net)[1], before)
+        assert torch.equal(inputs_and_outputs(net)[1], before)
 
 
 def test_uncopyable_models_are_refused():
@@ -665,10 +669,10 @@ def test_the_loader_is_text_for_others():
     assert names == {"inspect", "json", "pathlib", "torch", "transformers"}
     compile(text, "load_model.py", "exec")
     package = Path(hw.__file__).parent
-    told = [
+    message = [
         p.name for p in package.rglob("*.py") if "load_model.txt" in p.read_text() or "load_model.py" in p.read_text()
     ]
-    assert sorted(told) == ["load_check.py", "resized_modules.py"]
+    assert sorted(message) == ["load_check.py", "resized_modules.py"]
     assert not list(package.rglob("load_model.py"))
 
 

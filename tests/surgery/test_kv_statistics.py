@@ -34,17 +34,17 @@ def judged(x: np.ndarray, weight: torch.Tensor, heads: int) -> CrossProducts:
 
 
 def inputs_of(module, call) -> np.ndarray:
-    seen = []
-    handle = module.register_forward_pre_hook(lambda _, said: seen.append(said[0].detach()))
+    recorded = []
+    handle = module.register_forward_pre_hook(lambda _, value: recorded.append(value[0].detach()))
     call()
     handle.remove()
-    return torch.cat([x.flatten(0, 1) for x in seen]).numpy()
+    return torch.cat([x.flatten(0, 1) for x in recorded]).numpy()
 
 
-def check_same(found: CrossProducts, wanted: CrossProducts):
-    assert found.num_tokens == wanted.num_tokens
-    torch.testing.assert_close(found.sums, wanted.sums, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(found.normalised_sums, wanted.normalised_sums, rtol=1e-10, atol=1e-12)
+def check_same(found: CrossProducts, cross_products: CrossProducts):
+    assert found.num_tokens == cross_products.num_tokens
+    torch.testing.assert_close(found.sums, cross_products.sums, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found.normalised_sums, cross_products.normalised_sums, rtol=1e-10, atol=1e-12)
 
 
 def test_keys_are_collected_before_rope_and_without_padding():
@@ -57,8 +57,8 @@ def test_keys_are_collected_before_rope_and_without_padding():
     for side in "kv":
         check_same(found[site][side], judged(x, layer.state_dict()[f"project.{side}"], 3))
     padded = torch.cat([batches[1], torch.zeros(3, 2, dtype=torch.int64)], 1)
-    told = {"x": padded, "sequence": hw.SequenceInfo.from_batch(padded, lengths=[4, 4, 4])}
-    again = collect_kv_statistics(model, [batches[0], told], [site])
+    sequence = {"x": padded, "sequence": hw.SequenceInfo.from_batch(padded, lengths=[4, 4, 4])}
+    again = collect_kv_statistics(model, [batches[0], sequence], [site])
     assert list(again) == [site]
     check_same(again[site]["k"], found[site]["k"])
 

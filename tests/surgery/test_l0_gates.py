@@ -42,8 +42,8 @@ LONG: dict[str, Any] = {"steps": 80, "batch": 8, "every": 40, "freeze": "model",
 
 def needy(needless: dict[str, tuple[int, ...]], seed: int = 0, **config: Any) -> Transformer:
     """A model of two layers and four heads in each, of which these say nothing that reaches anybody."""
-    told = {"model_type": "gpt2", "n_embd": 20, "n_head": 4, "n_layer": 2, "vocab_size": WORDS, "n_positions": 32}
-    net = with_uneven_attention(hw.build(hw.families.read_model_spec(config or told), seed=seed), 3.0).float()
+    options = {"model_type": "gpt2", "n_embd": 20, "n_head": 4, "n_layer": 2, "vocab_size": WORDS, "n_positions": 32}
+    net = with_uneven_attention(hw.build(hw.families.read_model_spec(config or options), seed=seed), 3.0).float()
     with torch.no_grad():
         for site, heads in needless.items():
             spec, weight = dict(net.spec.attention_specs())[site], get_attention_parameters(net, site)["output.o"]
@@ -100,7 +100,7 @@ def test_heads_of_a_group_go_together():
     net = needy({"decoder.0.attention": (2, 3), "decoder.1.attention": (0, 1)}, **GROUPED)
     found = train_gates(net, make_examples(net, 60), GateTrainingOptions(heads=0.5, unit="kv", **LONG))
     assert found.keep == {"decoder.0.attention": (0, 1), "decoder.1.attention": (2, 3)}
-    assert all(told[0] == told[1] and told[2] == told[3] for told in found.open_probabilities.values())
+    assert all(entry[0] == entry[1] and entry[2] == entry[3] for entry in found.open_probabilities.values())
     small = remove_heads(found.net, found.keep)
     assert [spec.heads.kv for _, spec in small.spec.attention_specs()] == [1, 1]
 
@@ -115,12 +115,12 @@ def test_the_count_of_groups_is_of_gates():
 def test_gates_of_a_group_are_drawn_once():
     spec = hw.design(model=12, heads=6, kv=2, modifiers=(hw.Concrete(per="kv"),))
     layer, x = hw.Attention(spec).train(), torch.zeros(1, 1, 12)
-    asked = hw.interfaces.core_types.QueryContext(x, x, 1.0, hw.SequenceInfo.from_batch(x))
+    sequence = hw.interfaces.core_types.QueryContext(x, x, 1.0, hw.SequenceInfo.from_batch(x))
     torch.manual_seed(0)
-    drawn = torch.stack([spec.modifiers[0].gate(asked, layer.concrete, None)[:, 0] for _ in range(40)])
-    assert torch.equal(drawn[:, :3], drawn[:, :1].expand(-1, 3))
-    assert torch.equal(drawn[:, 3:], drawn[:, 3:4].expand(-1, 3))
-    assert not torch.equal(drawn[:, 0], drawn[:, 3])
+    sample = torch.stack([spec.modifiers[0].gate(sequence, layer.concrete, None)[:, 0] for _ in range(40)])
+    assert torch.equal(sample[:, :3], sample[:, :1].expand(-1, 3))
+    assert torch.equal(sample[:, 3:], sample[:, 3:4].expand(-1, 3))
+    assert not torch.equal(sample[:, 0], sample[:, 3])
     assert layer.concrete["log_a"].shape == (2,)
 
 
@@ -133,9 +133,9 @@ def test_the_expected_count_equals_the_closed_form_and_the_auxiliary_loss():
     assert found.curve[0].num_open_gates == pytest.approx(8 * sigmoid(0.7 - 0.33 * math.log(0.1 / 1.1)), abs=1e-5)
     assert found.curve[-1].num_open_gates == pytest.approx(sum(map(sum, found.open_probabilities.values())), abs=1e-5)
     spec = with_gates(net.spec.stacks[0].layers[0].attention, start=0.7)
-    ledger, layer = hw.AuxLosses(), hw.Attention(spec)
-    layer(torch.zeros(1, 2, 20), probe=hw.Probe(aux_losses=ledger))
-    assert float(ledger.total("l0").detach()) * 2 == pytest.approx(found.curve[0].num_open_gates, abs=1e-5)
+    aux_losses, layer = hw.AuxLosses(), hw.Attention(spec)
+    layer(torch.zeros(1, 2, 20), probe=hw.Probe(aux_losses=aux_losses))
+    assert float(aux_losses.total("l0").detach()) * 2 == pytest.approx(found.curve[0].num_open_gates, abs=1e-5)
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8, 0.25, 0.6])
@@ -143,9 +143,9 @@ def test_exactly_the_requested_number_of_heads_stays(heads):
     net = needy({})
     found = train_gates(net, make_examples(net, 20), GateTrainingOptions(heads=heads, **BRIEF))
     assert count(found) == {0.25: 2, 0.6: 5}.get(heads, heads)
-    flat = sorted((chance for told in found.open_probabilities.values() for chance in told), reverse=True)
-    kept = [found.open_probabilities[site][head] for site, own in found.keep.items() for head in own]
-    assert sorted(kept, reverse=True) == flat[: count(found)]
+    flat = sorted((chance for entry in found.open_probabilities.values() for chance in entry), reverse=True)
+    keep = [found.open_probabilities[site][head] for site, own in found.keep.items() for head in own]
+    assert sorted(keep, reverse=True) == flat[: count(found)]
 
 
 def test_ties_keep_the_first_gates():
@@ -156,13 +156,13 @@ def test_the_penalty_is_the_method_of_multipliers():
     net = needy({})
     units = {site: list_gate_units(spec, "head") for site, spec in select_attentions(net).items()}
     how = GateTrainingOptions(heads=2, steps=100, ramp=0.5, strength=0.8, gates_rate=0.1)
-    made = replace_attentions(
+    built = replace_attentions(
         net,
         {site: AttentionChange(with_gates(spec), gate_of(net, site)) for site, spec in select_attentions(net).items()},
     )
-    one, factor = GateCountConstraint(made, units, 2, how), 0.0
+    one, factor = GateCountConstraint(built, units, 2, how), 0.0
     for step, target in ((25, 5.0), (50, 2.0), (90, 2.0)):
-        expected = sum(float(get_open_probabilities(made, site).detach().double().sum()) for site in units)
+        expected = sum(float(get_open_probabilities(built, site).detach().double().sum()) for site in units)
         over = expected - target
         added = one.extra_loss(step)
         assert float(added.detach()) == pytest.approx(factor * over + 0.8 * over**2 / 8, rel=1e-4)
@@ -193,11 +193,11 @@ def test_the_reported_loss_is_that_of_the_pruned_model():
 
 def test_seeds_repeat():
     net = needy({})
-    wanted = torch.get_rng_state()
+    expected = torch.get_rng_state()
     runs = [
         train_gates(net, make_examples(net, 20), GateTrainingOptions(heads=3, seed=seed, **BRIEF)) for seed in (4, 4, 5)
     ]
-    assert torch.equal(torch.get_rng_state(), wanted)
+    assert torch.equal(torch.get_rng_state(), expected)
     assert runs[0].open_probabilities == runs[1].open_probabilities != runs[2].open_probabilities
     assert same(runs[0].net, state(runs[1].net))
     assert runs[0].curve == runs[1].curve
@@ -252,7 +252,7 @@ def test_an_interrupt_reports_the_gates_so_far():
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("options", "why"),
     [
         ({"heads": 0}, "cannot keep 0 of 8 heads. Give heads=1 to 8"),
         ({"heads": 9}, "cannot keep 9 of 8 heads"),
@@ -267,11 +267,11 @@ def test_an_interrupt_reports_the_gates_so_far():
         ({"heads": 2, "batch": 30}, "cannot fill a batch of 30: .* Use batch=18"),
     ],
 )
-def test_invalid_arguments_are_refused(said, why):
+def test_invalid_arguments_are_refused(options, why):
     net = needy({})
-    with pytest.raises(SpecError, match=why) as told:
-        train_gates(net, make_examples(net, 20), GateTrainingOptions(**{**BRIEF, **said}))
-    assert "\n" not in str(told.value)
+    with pytest.raises(SpecError, match=why) as excinfo:
+        train_gates(net, make_examples(net, 20), GateTrainingOptions(**{**BRIEF, **options}))
+    assert "\n" not in str(excinfo.value)
 
 
 def test_models_that_gates_cannot_be_put_on_are_refused():
@@ -283,7 +283,9 @@ def test_models_that_gates_cannot_be_put_on_are_refused():
     net = classifier("first")
     with pytest.raises(SpecError, match="no loss on these"):
         train_gates(
-            net, [Example(scene.inputs, {}) for scene in make_examples(net, 20)], GateTrainingOptions(heads=2, **BRIEF)
+            net,
+            [Example(example.inputs, {}) for example in make_examples(net, 20)],
+            GateTrainingOptions(heads=2, **BRIEF),
         )
     net = needy({})
     sites = select_attentions(net)

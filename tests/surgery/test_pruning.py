@@ -49,7 +49,7 @@ def test_groups_go_whole_and_the_cache_with_them():
     )
     done = prune(net, KeepTop(2 / 3, HeadRanking("michel")), make_examples(net))
     assert done.plan.keep["decoder.0.attention"] == (0, 1, 4, 5)
-    assert all(len(kept) == 4 for kept in done.plan.keep.values())
+    assert all(len(keep) == 4 for keep in done.plan.keep.values())
     was, now = (one.cache(batch=1, capacity=7).nbytes for one in (net, done.after))
     assert 3 * now == 2 * was
 
@@ -57,15 +57,15 @@ def test_groups_go_whole_and_the_cache_with_them():
 def test_a_share_of_the_model_leaves_some_layers_more():
     net = with_faint_heads(with_random_biases(build_model(LLAMA)), [("decoder.1.attention", head) for head in range(6)])
     plan = prune(net, KeepTop(0.5, HeadRanking("michel"), scope="model", unit="head"), make_examples(net)).plan
-    assert [len(kept) for kept in plan.keep.values()] == [5, 1]
+    assert [len(keep) for keep in plan.keep.values()] == [5, 1]
     plan = prune(
         net, KeepTop(0.5, HeadRanking("michel"), scope="model", unit="head", min_units=0), make_examples(net)
     ).plan
-    assert [len(kept) for kept in plan.keep.values()] == [6, 0]
+    assert [len(keep) for keep in plan.keep.values()] == [6, 0]
     plan = prune(
         net, KeepTop(7, HeadRanking("michel"), scope="model", unit="head", min_units=3), make_examples(net)
     ).plan
-    assert [len(kept) for kept in plan.keep.values()] == [4, 3]
+    assert [len(keep) for keep in plan.keep.values()] == [4, 3]
 
 
 def test_a_stack_gives_up_the_same_numbers():
@@ -80,7 +80,7 @@ def test_a_stack_gives_up_the_same_numbers():
 def test_three_kinds_of_attention_are_shares_of_their_own():
     net = translator()
     plan = prune(net, KeepTop(1, RANDOM_RANKING)).plan
-    assert {len(kept) for kept in plan.keep.values()} == {1}
+    assert {len(keep) for keep in plan.keep.values()} == {1}
     assert plan.num_kept == len(plan.keep) == 6
     assert (
         prune(net, KeepTop(1, RANDOM_RANKING)).plan
@@ -107,9 +107,9 @@ def test_one_of_each_cluster_stays():
 def test_folding_means_is_patching_with_them(config):
     net = with_random_biases(build_model(config))
     texts = make_examples(net)
-    gone = [("decoder.0.attention", 1), ("decoder.0.attention", 2), ("decoder.1.attention", 0)]
-    done = prune(net, DropHeads(tuple(gone)), texts, fold="mean")
-    means = hw.head_means(net, [text.inputs for text in texts], gone)
+    removed = [("decoder.0.attention", 1), ("decoder.0.attention", 2), ("decoder.1.attention", 0)]
+    done = prune(net, DropHeads(tuple(removed)), texts, fold="mean")
+    means = hw.head_means(net, [text.inputs for text in texts], removed)
     with hw.patch(net, means):
         patched = model_output(net)
     torch.testing.assert_close(model_output(done.after), patched, rtol=1e-9, atol=1e-9)
@@ -120,9 +120,9 @@ def test_folding_means_is_patching_with_them(config):
 
 def test_a_layer_that_goes_leaves_its_mean():
     net = with_random_biases(build_model(GPT2))
-    texts, gone = make_examples(net), [("decoder.0.attention", head) for head in range(3)]
-    done = prune(net, DropHeads(tuple(gone)), texts, fold="mean")
-    with hw.patch(net, hw.head_means(net, [text.inputs for text in texts], gone)):
+    texts, values = make_examples(net), [("decoder.0.attention", head) for head in range(3)]
+    done = prune(net, DropHeads(tuple(values)), texts, fold="mean")
+    with hw.patch(net, hw.head_means(net, [text.inputs for text in texts], values)):
         patched = model_output(net)
     torch.testing.assert_close(model_output(done.after), patched, rtol=1e-9, atol=1e-9)
     assert done.after.spec.stacks[0].layers[0].attention is None
@@ -130,11 +130,11 @@ def test_a_layer_that_goes_leaves_its_mean():
 
 def test_folded_biases_keep_the_outputs():
     net = with_random_biases(build_model(GPT2))
-    gone = (("decoder.0.attention", 1), ("decoder.1.attention", 2))
-    done = prune(net, DropHeads(gone), fold="bias")
+    arguments = (("decoder.0.attention", 1), ("decoder.1.attention", 2))
+    done = prune(net, DropHeads(arguments), fold="bias")
     biases: dict[Any, torch.Tensor] = {
         (site, head): get_attention(net, site).weights["project"]["v_bias"].detach().view(3, 4)[head]
-        for site, head in gone
+        for site, head in arguments
     }
     with hw.patch(net, biases):
         patched = model_output(net)
@@ -153,8 +153,8 @@ def test_a_unit_is_the_query_heads_of_one_key_head():
 def test_worths_are_importance():
     net = build_model(GPT2)
     found = score_heads(net, make_examples(net), HeadRanking("michel"))
-    wanted = hw.estimate_importance(net, make_examples(net), method=GradientTimesActivation())
-    assert found.scores == {(one.site, one.head): one.value for one in wanted.heads}
+    expected = hw.estimate_importance(net, make_examples(net), method=GradientTimesActivation())
+    assert found.scores == {(one.site, one.head): one.value for one in expected.heads}
     assert "michel" in found.notes[0]
 
 
@@ -176,7 +176,7 @@ def test_a_plan_lists_the_heads_it_keeps():
 
 
 @pytest.mark.parametrize(
-    ("choice", "told"),
+    ("choice", "message"),
     [
         (lambda: KeepTop(1.5), "cannot keep 1.5 of the heads. Give a fraction such as 0.5"),
         (lambda: KeepTop(0), "cannot keep 0 of the heads"),
@@ -205,8 +205,8 @@ def test_a_plan_lists_the_heads_it_keeps():
         (lambda: Pool(2), "is no HeadSelection; give a fraction"),
     ],
 )
-def test_impossible_selections_are_reported(choice, told):
-    with pytest.raises(ValueError, match=re.escape(told)):
+def test_impossible_selections_are_reported(choice, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         prune(build_model(LLAMA), choice())
 
 

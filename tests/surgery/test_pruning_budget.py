@@ -94,29 +94,29 @@ def test_scores_are_recomputed_on_request():
         for site, spec in net.spec.attention_specs()
         for head in range(len(spec.score_head_of_output))
     }
-    gone, now = list[tuple[str, int]](), net
+    removed, now = list[tuple[str, int]](), net
     while hw.costs.count_parameters(now.spec) > 0.92 * hw.costs.count_parameters(net.spec):
         found = score_heads(now, texts, MICHEL).scores
         site, place = min(found, key=lambda one: found[one])
-        left = [head for there, head in heads if there == site and (site, head) not in gone]
-        gone.append((site, left[place]))
-        now = remove_heads(net, _without(net, gone))
-    assert set(done.plan.removed_heads) == set(gone)
+        left = [head for there, head in heads if there == site and (site, head) not in removed]
+        removed.append((site, left[place]))
+        now = remove_heads(net, _without(net, removed))
+    assert set(done.plan.removed_heads) == set(removed)
 
 
 def test_an_interrupted_run_resumes(tmp_path):
     net, state = with_random_biases(build_model(LLAMA)), tmp_path / "state.json"
     whole = prune(net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM_RANKING, state_path=state)).plan
-    told = json.loads(state.read_text())
-    assert len(told["removed_units"]) > 2
-    told["removed_units"] = told["removed_units"][:2]
-    state.write_text(json.dumps(told))
-    heard = list[str]()
+    data = json.loads(state.read_text())
+    assert len(data["removed_units"]) > 2
+    data["removed_units"] = data["removed_units"][:2]
+    state.write_text(json.dumps(data))
+    recorded = list[str]()
     again = prune(
-        net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM_RANKING, state_path=state), log=heard.append
+        net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM_RANKING, state_path=state), log=recorded.append
     ).plan
     assert again == whole
-    assert next(line for line in heard if "removed" in line).startswith("3 of 6 units removed")
+    assert next(line for line in recorded if "removed" in line).startswith("3 of 6 units removed")
     with pytest.raises(hw.SpecError, match="it belongs to another model or selection"):
         prune(net, PruneToBudget(PruningBudget("parameters", 0.7), RANDOM_RANKING, state_path=state))
     with pytest.raises(hw.SpecError, match="it belongs to another model or selection"):
@@ -130,7 +130,7 @@ def test_an_interrupted_run_resumes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("choice", "told"),
+    ("choice", "message"),
     [
         (
             lambda: PruneToBudget(PruningBudget("parametres", 0.5)),
@@ -155,8 +155,8 @@ def test_an_interrupted_run_resumes(tmp_path):
         ),
     ],
 )
-def test_impossible_budgets_are_reported(choice, told):
-    with pytest.raises(ValueError, match=re.escape(told)):
+def test_impossible_budgets_are_reported(choice, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         prune(build_model(LLAMA), choice())
 
 

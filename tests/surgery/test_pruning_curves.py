@@ -69,14 +69,14 @@ def found(net: Transformer) -> PruningCurves:
 def silenced_loss(net: Transformer, texts: list[Example], keep: dict[str, tuple[int, ...]]) -> float:
     """The loss of the next token in all texts together, of the model itself with the other heads silent."""
     there = {site: len(spec.score_head_of_output) for site, spec in net.spec.attention_specs()}
-    gone = [(site, n) for site, heads in keep.items() for n in range(there[site]) if n not in heads]
+    values = [(site, n) for site, heads in keep.items() for n in range(there[site]) if n not in heads]
     total, count = 0.0, 0
     for text in texts:
-        with torch.no_grad(), hw.ablate(net, gone):
+        with torch.no_grad(), hw.ablate(net, values):
             logits = net(text.inputs["x"], source=text.inputs["source"])[0]
-        wanted = text.inputs["x"][0, 1:]
-        total += float(F.cross_entropy(logits[:-1], wanted, reduction="sum"))
-        count += len(wanted)
+        expected = text.inputs["x"][0, 1:]
+        total += float(F.cross_entropy(logits[:-1], expected, reduction="sum"))
+        count += len(expected)
     return total / count
 
 
@@ -87,9 +87,9 @@ def test_every_point_is_the_model_with_those_heads_ablated(net: Transformer, fou
             row = point.get_row("loss")
             assert row is not None
             assert row.change is not None
-            wanted = silenced_loss(net, make_examples(net)[3:], dict(point.keep))
-            assert row.after.value == pytest.approx(wanted, abs=1e-9)
-            assert row.change.value == pytest.approx(wanted - whole, abs=1e-9)
+            expected = silenced_loss(net, make_examples(net)[3:], dict(point.keep))
+            assert row.after.value == pytest.approx(expected, abs=1e-9)
+            assert row.change.value == pytest.approx(expected - whole, abs=1e-9)
 
 
 def test_a_part_loses_its_own_heads_by_importance(net: Transformer, found: PruningCurves):
@@ -174,14 +174,14 @@ def point(
 def test_a_difference_between_points_is_drawn_by_texts_and_corrected():
     one, other = point(3, [1.0, 2.0, 0.5, 1.5]), point(3, [0.5, 1.0, 1.0, 1.0])
     differs = np.array([0.5, 1.0, -0.5, 0.5]) * PLACES
-    told = compare_losses([one], [other])
-    assert told.value == pytest.approx(differs.sum() / sum(PLACES))
+    losses = compare_losses([one], [other])
+    assert losses.value == pytest.approx(differs.sum() / sum(PLACES))
     draw = np.random.default_rng(9).integers(0, 4, (40_000, 4))
     means = differs[draw].sum(1) / np.array(PLACES)[draw].sum(1)
     for tests in (1, 5):
-        wanted = np.quantile(means, [0.025 / tests, 1 - 0.025 / tests])
-        np.testing.assert_allclose(compare_losses([one], [other], tests)[1:], wanted, atol=0.02)
-    assert compare_losses([one, one], [other, one]).value == pytest.approx(told.value / 2)
+        expected = np.quantile(means, [0.025 / tests, 1 - 0.025 / tests])
+        np.testing.assert_allclose(compare_losses([one], [other], tests)[1:], expected, atol=0.02)
+    assert compare_losses([one, one], [other, one]).value == pytest.approx(losses.value / 2)
     assert compare_losses([one], [point(1, [0.5, 1.5, 0.0, 1.0])]) == IntervalEstimate(*[pytest.approx(0.5)] * 3)
 
 
@@ -197,13 +197,13 @@ def test_heads_can_go_until_an_interval_no_longer_stays_below():
 
 def test_comparison_with_chance_by_exhaustive_permutation():
     groups = {("a", n): "seldom" if n < 3 else "often" for n in range(9)}
-    kept = [[("a", n) for n in heads] for heads in ((0, 1, 2, 3), (4, 5, 6, 7, 8), (0, 1, 2))]
-    found = {(one.group, one.num_heads, one.num_in_group): one for one in assess_group_survival(groups, kept)}
+    keep = [[("a", n) for n in heads] for heads in ((0, 1, 2, 3), (4, 5, 6, 7, 8), (0, 1, 2))]
+    found = {(one.group, one.num_heads, one.num_in_group): one for one in assess_group_survival(groups, keep)}
     raw = {}
-    for heads in kept:
+    for heads in keep:
         for group in ("seldom", "often"):
             own = sum(groups[head] == group for head in heads)
-            draws = [sum(groups[head] == group for head in drawn) for drawn in combinations(groups, len(heads))]
+            draws = [sum(groups[head] == group for head in value) for value in combinations(groups, len(heads))]
             tails = np.mean([n >= own for n in draws]), np.mean([n <= own for n in draws])
             raw[group, len(heads), own] = min(1.0, 2 * min(tails))
     order, level = sorted(raw, key=lambda key: raw[key]), 0.0
@@ -216,7 +216,7 @@ def test_comparison_with_chance_by_exhaustive_permutation():
     assert (more.verdict, fewer.verdict) == ("more", "fewer")
 
 
-def made(costs: dict[str, list[float]], classes: dict[tuple[str, int], str] | None = None) -> PruningCurves:
+def make_curves(costs: dict[str, list[float]], classes: dict[tuple[str, int], str] | None = None) -> PruningCurves:
     """Curves of a translator with 3 x 12 heads, which lose so much at half of each part; heads go from the end."""
     parts = {"encoder": {"e": 12}, "decoder": {"d": 12}, "cross": {"c": 12}}
     lines = []
@@ -237,33 +237,33 @@ def made(costs: dict[str, list[float]], classes: dict[tuple[str, int], str] | No
 
 
 def test_the_report_separates_supported_and_unsupported_claims():
-    sure = made({"encoder": [0.01] * 4, "decoder": [0.4] * 4, "cross": [2.0] * 4})
-    told = "\n".join(list_findings(sure))
-    assert "Claim that encoder heads can be removed first and cross-attention heads last: supported." in told
+    sure = make_curves({"encoder": [0.01] * 4, "decoder": [0.4] * 4, "cross": [2.0] * 4})
+    text = "\n".join(list_findings(sure))
+    assert "Claim that encoder heads can be removed first and cross-attention heads last: supported." in text
     start = (
         "heads alone: heads removed with an increase of translation loss below 0.1 (95% confidence), "
         "of the counts tested"
     )
-    assert f"The 12 encoder {start}: 6 by ours (+0.010 to +0.010), 0 by random (2 draws)." in told
-    assert f"The 12 cross-attention {start}: none by ours, 0 by random" in told
-    assert "ours against random, a mean of 2 draws: over all counts translation loss is lower, -0.556" in told
+    assert f"The 12 encoder {start}: 6 by ours (+0.010 to +0.010), 0 by random (2 draws)." in text
+    assert f"The 12 cross-attention {start}: none by ours, 0 by random" in text
+    assert "ours against random, a mean of 2 draws: over all counts translation loss is lower, -0.556" in text
     assert (
         "Heads kept by ours, part by part: encoder fewer than by chance with 18 heads kept (most significant: 0 of 18"
-        in told
+        in text
     )
-    assert "no significant difference from chance for decoder; no heads left of encoder with 18 heads kept." in told
-    vague = made({"encoder": [0.3] * 4, "decoder": [0.1, 0.9, 0.1, 0.6], "cross": [2.0] * 4})
+    assert "no significant difference from chance for decoder; no heads left of encoder with 18 heads kept." in text
+    vague = make_curves({"encoder": [0.3] * 4, "decoder": [0.1, 0.9, 0.1, 0.6], "cross": [2.0] * 4})
     assert "cross-attention heads last: order observed, but not significant (an interval contains 0)." in "\n".join(
         list_findings(vague)
     )
-    other = made({"encoder": [0.9] * 4, "decoder": [0.2] * 4, "cross": [2.0] * 4})
+    other = make_curves({"encoder": [0.9] * 4, "decoder": [0.2] * 4, "cross": [2.0] * 4})
     assert "cross-attention heads last: not supported; cheapest first: decoder, encoder, cross." in "\n".join(
         list_findings(other)
     )
 
 
 def test_generated_answers_are_reported_with_their_scores():
-    curves = made({})
+    curves = make_curves({})
     falls = {
         6: IntervalEstimate(-0.2, -0.5, 0.1),
         18: IntervalEstimate(-0.4, -0.6, -0.2),
@@ -280,8 +280,8 @@ def test_generated_answers_are_reported_with_their_scores():
         else line
         for line in curves.curves
     ]
-    told = [said for said in list_findings(replace(curves, curves=tuple(lines))) if "BLEU" in said]
-    assert told == [
+    values = [finding for finding in list_findings(replace(curves, curves=tuple(lines))) if "BLEU" in finding]
+    assert values == [
         "All 36 heads, by ours: BLEU of generated answers is lower with 18 heads kept.",
         "The 12 cross-attention heads alone, by ours: BLEU of generated answers is not significantly different "
         "with 6 heads kept.",
@@ -295,8 +295,8 @@ def test_generated_answers_of_the_original_model_are_computed_once(monkeypatch: 
     judge = pruning_curves.ModelEvaluator.of(
         before, examples_from_task(before, dates, 2).examples_with_frequencies()
     ).with_generation(dates)
-    wanted = {row.name: row for row in compare_task_scores(before, after, dates, 3) if "/" not in row.name}
-    assert {row.name: row for row in judge.score_generation(after)} == wanted
+    expected = {row.name: row for row in compare_task_scores(before, after, dates, 3) if "/" not in row.name}
+    assert {row.name: row for row in judge.score_generation(after)} == expected
     assert all(row.after == row.before for row in judge.score_generation(before))
 
 
@@ -316,7 +316,7 @@ def test_no_label_at_the_end_of_a_line_lies_upon_another():
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
 
-    curves = made({"encoder": [1.5] * 4, "decoder": [1.55] * 4})
+    curves = make_curves({"encoder": [1.5] * 4, "decoder": [1.55] * 4})
     figure = plot_by_order(curves, "loss", get_theme("light"))
     FigureCanvasAgg(figure).draw()
     for axes in figure.axes:
@@ -328,7 +328,7 @@ def test_no_label_at_the_end_of_a_line_lies_upon_another():
 
 def test_columns_hold_every_head_and_mark_where_a_group_is_gone():
     kinds = {("e", n): "positional" for n in range(12)} | {("d", n): "broad" for n in range(12)}
-    curves = made({}, kinds | {("c", n): "unclear" for n in range(12)})
+    curves = make_curves({}, kinds | {("c", n): "unclear" for n in range(12)})
     inks = {"positional": ("P", "#56B4E9"), "broad": ("B", "#F0E442"), "unclear": ("U", "#F2F2F2")}
     (axes,) = plot_columns(curves, "ours", curves.classes, inks, get_theme("light")).axes
     heights = Counter[int]()
@@ -336,18 +336,18 @@ def test_columns_hold_every_head_and_mark_where_a_group_is_gone():
         heights[round(bar.get_x() + bar.get_width() / 2)] += round(bar.get_height())
     assert heights == {0: 36, 1: 18}
     assert [label.get_text() for label in axes.get_xticklabels()] == ["36", "18"]
-    gone = [text for text in axes.texts if "×" in text.get_text()]
-    assert [(text.get_text(), round(text.get_position()[0])) for text in gone] == [("× P", 1)]
+    values = [text for text in axes.texts if "×" in text.get_text()]
+    assert [(text.get_text(), round(text.get_position()[0])) for text in values] == [("× P", 1)]
     assert "U 12 ▲" in [text.get_text() for text in axes.texts]
 
 
 def test_figures_and_the_page(found: PruningCurves):
     names = [name for name, _ in list_figures(found)]
     assert names == ["curves", "curves-accuracy", "parts", "parts-left"]
-    told = render_report(found, names)
-    assert max(len(row) for row in told.splitlines() if not row.startswith("![")) <= 80
+    report = render_report(found, names)
+    assert max(len(row) for row in report.splitlines() if not row.startswith("![")) <= 80
     mark = found.list_values("cross", "leave-one-out", "loss")[-1]
-    rows = [[cell.strip() for cell in row.split("|")[1:3]] for row in told.splitlines()]
+    rows = [[cell.strip() for cell in row.split("|")[1:3]] for row in report.splitlines()]
     assert [str(mark.num_heads), f"{mark.value:+.3f} ({mark.low:+.3f}, {mark.high:+.3f})"] in rows
 
 
@@ -366,17 +366,17 @@ def test_one_command_sweeps_and_reports(folder: Path, tmp_path: Path, capsys: py
     out = tmp_path / "out"
     argv = ["prune", str(folder / "ours"), "--sweep", "--data", str(folder / "texts"), "--out", str(out)]
     code = cli.main([*argv, "--by", "michel", "random", "--points", "0.5,0.2", "--random-orders", "2", "--json"])
-    told, err = capsys.readouterr()
+    result, err = capsys.readouterr()
     assert code == 0, err
-    data = json.loads(told)
+    data = json.loads(result)
     assert data == json.loads((out / "curves.json").read_text())
     assert [[point["left"] for point in line["points"]] for line in data["lines"]] == [[6, 3, 1]] * 3
     assert data["texts"] == 5
     assert data["answers"]
     assert data["command"].startswith("headwise prune")
     names = {"curves", "curves-accuracy", "classes-left"}
-    drawn = {f"{name}-{paper}{suffix}" for name in names for paper in FIGURE_THEMES for suffix in (".svg", ".png")}
-    assert {path.name for path in out.iterdir()} == {"curves.json", "CURVES.md"} | drawn
+    values = {f"{name}-{paper}{suffix}" for name in names for paper in FIGURE_THEMES for suffix in (".svg", ".png")}
+    assert {path.name for path in out.iterdir()} == {"curves.json", "CURVES.md"} | values
     assert all(f"![{name}]({name}-light.svg)" in (out / "CURVES.md").read_text() for name in names)
 
 

@@ -39,25 +39,25 @@ from support.pruned_models import KEEP, KINDS, build_model, make_examples, make_
 
 def rendered(net, ids):
     """log p of every next token of one text, by the definition, of a decoder of plain attentions."""
-    held = {name: tensor.double() for name, tensor in net.state_dict().items()}
-    x = held["decoder.embedding.tokens"][ids]
+    tensors = {name: tensor.double() for name, tensor in net.state_dict().items()}
+    x = tensors["decoder.embedding.tokens"][ids]
     count = len(ids)
     for depth in range(2):
-        own = {name.removeprefix(f"decoder.{depth}."): t for name, t in held.items()}
+        own = {name.removeprefix(f"decoder.{depth}."): t for name, t in tensors.items()}
         z = F.layer_norm(x, (24,), own["attention_norm.weight"], own["attention_norm.bias"])
         q, k, v = (own[f"attention.project.{name}"].reshape(-1, 6, 24) for name in "qkv")
         y = torch.zeros_like(x)
         for head in range(4):
-            asks, keys, values = z @ q[head].T, z @ k[head // 2].T, z @ v[head // 2].T
+            result, keys, values = z @ q[head].T, z @ k[head // 2].T, z @ v[head // 2].T
             for t in range(count):
-                scores = asks[t] @ keys[: t + 1].T / math.sqrt(6)
-                said = scores.softmax(0) @ values[: t + 1]
-                y[t] += own["attention.output.o"].reshape(24, 4, 6)[:, head] @ said
+                scores = result[t] @ keys[: t + 1].T / math.sqrt(6)
+                actual = scores.softmax(0) @ values[: t + 1]
+                y[t] += own["attention.output.o"].reshape(24, 4, 6)[:, head] @ actual
         x = x + y
         z = F.layer_norm(x, (24,), own["feed_norm.weight"], own["feed_norm.bias"])
         x = x + F.gelu(z @ own["feed.up"].T) @ own["feed.down"].T
-    x = F.layer_norm(x, (24,), held["decoder.norm.weight"], held["decoder.norm.bias"])
-    return (x @ held["head.tokens.weight"].T).log_softmax(-1)[:-1]
+    x = F.layer_norm(x, (24,), tensors["decoder.norm.weight"], tensors["decoder.norm.bias"])
+    return (x @ tensors["head.tokens.weight"].T).log_softmax(-1)[:-1]
 
 
 def test_perplexity_is_that_of_the_definition_over_all_places_together():
@@ -65,9 +65,9 @@ def test_perplexity_is_that_of_the_definition_over_all_places_together():
     losses, right = [], []
     for one in texts:
         ids = one.inputs["x"][0]
-        told = rendered(net, ids)
-        losses += (-told[torch.arange(len(ids) - 1), ids[1:]]).tolist()
-        right += (told.argmax(-1) == ids[1:]).tolist()
+        result = rendered(net, ids)
+        losses += (-result[torch.arange(len(ids) - 1), ids[1:]]).tolist()
+        right += (result.argmax(-1) == ids[1:]).tolist()
     found = measure_quality(net, texts)
     assert found.num_positions == len(losses)
     assert found.row("loss").after.value == pytest.approx(sum(losses) / len(losses), abs=2e-6)
@@ -78,12 +78,12 @@ def test_perplexity_is_that_of_the_definition_over_all_places_together():
 
 def test_an_interval_is_that_of_texts_drawn_one_by_one():
     counts = [TextCounts({"loss": total}, places) for total, places in ((3.0, 2), (9.0, 3), (1.0, 5), (8.0, 4))]
-    drawn = []
+    recorded = []
     for times in draw_resamples(4, BOOTSTRAP_RESAMPLES, BOOTSTRAP_SEED).astype(int):
         some = [one for one, often in zip(counts, times, strict=True) for _ in range(often)]
-        drawn.append(sum(one.sums["loss"] for one in some) / sum(one.num_positions for one in some))
-    wanted = (21.0 / 14.0, *np.quantile(drawn, (0.025, 0.975)))
-    assert build_metric_row("loss", "loss", (counts, None)).after == pytest.approx(wanted)
+        recorded.append(sum(one.sums["loss"] for one in some) / sum(one.num_positions for one in some))
+    expected = (21.0 / 14.0, *np.quantile(recorded, (0.025, 0.975)))
+    assert build_metric_row("loss", "loss", (counts, None)).after == pytest.approx(expected)
 
 
 def test_a_difference_has_the_same_texts_drawn_of_both():
@@ -130,17 +130,17 @@ def test_a_fall_to_nothing_is_never_no_difference(count: int):
 def test_masked_tokens_are_predicted_one_at_a_time():
     net, texts = build_model(make_model_spec("encoder")), make_examples("encoder", 6)
     chosen = MaskedTokenLoss(mask_id=1, mask_fraction=0.4)
-    right = asked = 0
+    right = request = 0
     for number, one in enumerate(texts):
         question = chosen.prepare_input(net, one, number)
-        said = net(question.inputs.kwargs["x"])[0]
+        outputs = net(question.inputs.kwargs["x"])[0]
         for place, label in enumerate(question.labels.tolist()):
             if label >= 0:
-                asked += 1
-                right += int(said[place].argmax()) == label
+                request += 1
+                right += int(outputs[place].argmax()) == label
     found = measure_quality(net, texts, chosen)
-    assert (found.num_positions, found.row("accuracy").after.value) == (asked, right / asked)
-    assert asked > len(texts)
+    assert (found.num_positions, found.row("accuracy").after.value) == (request, right / request)
+    assert request > len(texts)
 
 
 def test_agreement_is_counted_by_hand():
@@ -212,14 +212,14 @@ def test_numbers_that_are_not_finite_are_refused():
 
 
 def test_bleu_is_that_of_sacrebleu_and_its_draws_those_of_corpora():
-    said = ["the cat sat on the mat", "a dog ran in the big park", "he likes green tea very much", "it is a cold day"]
-    wanted = ["the cat sat on a mat", "a dog ran in the park", "she likes black tea very much", "it was a cold day"]
+    result = ["the cat sat on the mat", "a dog ran in the big park", "he likes green tea very much", "it is a cold day"]
+    expected = ["the cat sat on a mat", "a dog ran in the park", "she likes black tea very much", "it was a cold day"]
     draws = draw_resamples(4, 5, 0)
-    found = _bootstrap_bleu(make_bleu("13a", effective_order=True), said, wanted, draws)
-    assert found[0] == pytest.approx(score_translations(said, wanted).bleu)
+    found = _bootstrap_bleu(make_bleu("13a", effective_order=True), result, expected, draws)
+    assert found[0] == pytest.approx(score_translations(result, expected).bleu)
     for times, one in zip(draws.astype(int), found[1:], strict=True):
         some = [n for n in range(4) for _ in range(times[n])]
-        assert one == pytest.approx(score_translations([said[n] for n in some], [wanted[n] for n in some]).bleu)
+        assert one == pytest.approx(score_translations([result[n] for n in some], [expected[n] for n in some]).bleu)
 
 
 def translation_pairs(*references: str) -> list[TranslationPair]:
@@ -255,8 +255,8 @@ def test_a_task_scores_every_example_as_it_scores_all():
     net = hw.build(recall.model(), seed=0).eval()
     batch = recall.batch(0, SCORING_BATCH_SIZE, "valid").rows(slice(0, 9))
     with torch.no_grad():
-        said = net(batch.x, sequence=batch.tokens)
-    total, count = recall.measure(said, batch)["accuracy"]
+        outputs = net(batch.x, sequence=batch.tokens)
+    total, count = recall.measure(outputs, batch)["accuracy"]
     row: Any = next(row for row in compare_task_scores(net, net, recall, 9) if row.name == "accuracy")
     assert row.after.value == total / count
     assert row.change == (0.0, 0.0, 0.0)

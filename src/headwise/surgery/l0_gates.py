@@ -173,8 +173,8 @@ def _target_notes(loop: RetrainingLoop, target: int) -> list[str]:
     return [f"{num_open:.1f} gates were expected to be open at the end, the target was {target}; train for more steps"]
 
 
-def select_attentions(net: Transformer, wanted: Sequence[str] = ()) -> dict[str, AttentionSpec]:
-    """Return the attentions with these names or prefixes, with their specs; all if `wanted` is empty.
+def select_attentions(net: Transformer, names: Sequence[str] = ()) -> dict[str, AttentionSpec]:
+    """Return the attentions with these names or prefixes, with their specs; all if `names` is empty.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -187,10 +187,10 @@ def select_attentions(net: Transformer, wanted: Sequence[str] = ()) -> dict[str,
     ['decoder.1.attention']
     """
     specs = dict(net.spec.attention_specs())
-    for name in wanted:
+    for name in names:
         if not any(_has_prefix(site, name) for site in specs):
             raise SpecError(f"{net.spec.name} has no attention {name!r}; {suggest(name, specs)}")
-    return {site: spec for site, spec in specs.items() if not wanted or any(_has_prefix(site, name) for name in wanted)}
+    return {site: spec for site, spec in specs.items() if not names or any(_has_prefix(site, name) for name in names)}
 
 
 def _has_prefix(site: str, prefix: str) -> bool:

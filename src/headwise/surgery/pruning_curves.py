@@ -481,7 +481,7 @@ class _OrderSweep:
         return CurvePoint(share, sum(map(len, keep.values())), keep, tuple(rows), text_counts)
 
 
-def _list_parts(net: Transformer, wanted: Sequence[str]) -> dict[str, dict[str, int]]:
+def _list_parts(net: Transformer, names: Sequence[str]) -> dict[str, dict[str, int]]:
     """Return the attentions of each part with their numbers of heads: "all", and each kind if there are several."""
     head_counts = count_heads(net.spec)
     parts: dict[str, dict[str, int]] = {}
@@ -489,9 +489,9 @@ def _list_parts(net: Transformer, wanted: Sequence[str]) -> dict[str, dict[str, 
         stack, _, kind = site.split(".")
         parts.setdefault(stack if kind == "attention" else kind, {})[site] = heads
     parts = {ALL_PARTS: head_counts} | (parts if len(parts) > 1 else {})
-    if wrong := [part for part in wanted if part not in parts]:
+    if wrong := [part for part in names if part not in parts]:
         raise SpecError(f"{net.spec.name} has no part {wrong[0]!r}; {suggest(wrong[0], parts)}")
-    return {part: sites for part, sites in parts.items() if not wanted or part in wanted}
+    return {part: sites for part, sites in parts.items() if not names or part in names}
 
 
 def _classify_heads(net: Transformer, examples: Sequence[Example]) -> tuple[dict[HeadId, str], list[str]]:

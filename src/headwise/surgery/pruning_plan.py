@@ -126,7 +126,7 @@ def check_heads(site: str, heads: Sequence[int], head_count: int) -> None:
         raise SpecError(f"{site} has no head {wrong[0]!r}; its heads are 0..{head_count - 1}")
     if len(set(heads)) < len(heads):
         twice = next(head for head in heads if list(heads).count(head) > 1)
-        raise SpecError(f"head {twice} of {site} is listed twice")
+        raise SpecError(f"head {twice} of {site} is listed twice; list it once")
 
 
 UNIT_KINDS = ("auto", "head", "group")

@@ -17,6 +17,7 @@ from ... import models
 from ...errors import SpecError
 from ...families import get_weight_names, read_model_spec, write_config
 from ...families.config_reader import find_differences
+from ...families.weight_names import find_unnamed_weight
 from ...files import TEMPORARY, sha256
 from ...hub.checkpoint_weights import INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder
 from ...hub.pretrained_models import CONFIG_FILE
@@ -306,9 +307,15 @@ def _write_first_kind(net: Transformer, source: Path | None, fresh: Path) -> tup
         origin = "like its source" if source else "because the model was built in memory"
         return _write_native(net, fresh, f"A headwise folder, {origin}; load it with headwise.load.")
     form = to_canonical_form(net)
-    rewrite = ShardRewrite.of(source, read_model_spec(source), form)
+    described = read_model_spec(source)
+    if missing := find_unnamed_weight(form.model_spec, get_weight_names(described.name)):
+        reason = f"a checkpoint of {described.name} has no tensor for {missing}"
+        return _write_native(net, fresh, f"A headwise folder, because {reason}; load it with headwise.load.")
+    rewrite = ShardRewrite.of(source, described, form)
     config = find_config_keys(form.model_spec, json.loads((source / CONFIG_FILE).read_text(encoding="utf-8")))
     extra_constants = form.find_extra_constants(rewrite.weight_names)
+    if unstorable := rewrite.find_unstorable_tensor():
+        return _write_native(net, fresh, f"A headwise folder, because {unstorable}; load it with headwise.load.")
     reason = config.reason or (
         f"{next(iter(extra_constants))} differs from what config.json implies" if extra_constants else ""
     )

@@ -105,7 +105,7 @@ def _map_tensor_names(model: Any, rewrite: ShardRewrite) -> dict[str, str]:
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError:
         raise SpecError(
-            "cannot ask this version of transformers for its tensor names. Install transformers 5.0 or later"
+            "cannot read the tensor names of this version of transformers. Install transformers 5.0 or later"
         ) from None
 
     model_tensors, names = model.state_dict(), dict[str, str]()

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -274,6 +275,23 @@ class ShardRewrite(NamedTuple):
         if path in self.old_plan.pieces:
             return _shape_without_heads(self.old_plan.pieces[path])
         return self.source_tensors.infos[name].shape
+
+    def find_unstorable_tensor(self) -> str:
+        """Why a tensor of the files cannot hold its parts of the model; "" if all can.
+
+        A tensor with queries, keys and values side by side has room for equally many heads of each.
+        """
+        for path, pieces in self.new_plan.pieces.items():
+            num_stored = sum(self.form.tensors[piece.name].numel() for piece in pieces)
+            fits = all(self._fits(piece) and piece.shape == pieces[0].shape for piece in pieces)
+            if not fits or (len({piece.name for piece in pieces}) > 1 and num_stored > prod(pieces[0].shape)):
+                sizes = ", ".join(f"{piece.name} {list(self.form.tensors[piece.name].shape)}" for piece in pieces)
+                return f"{path} of the source has no room for {sizes}"
+        return ""
+
+    def _fits(self, piece: TensorPiece) -> bool:
+        shape = piece.own_view.layout.unmerged_shape(piece.own_view.axis_sizes)
+        return prod(shape) == self.form.tensors[piece.name].numel()
 
     def rewrite_tensor(self, name: str, source: Tensor) -> Tensor:
         """Return the tensor to write under a name: the source's, unless the model has a new one."""

@@ -61,9 +61,9 @@ class ChangedExample:
     before: float
     after: float
     read: str
-    wanted: str
-    said_before: str
-    said_after: str
+    target: str
+    output_before: str
+    output_after: str
 
     @property
     def data(self) -> dict[str, Any]:
@@ -106,8 +106,8 @@ class LargestChanges:
 
 def _format_example(change: TextChange, nets: tuple[Transformer, Transformer], objective: str) -> ChangedExample:
     formatter = EXAMPLE_FORMATTERS.get(objective, _format_input)
-    read, wanted, outputs = formatter(change, nets)
-    return ChangedExample(change.number, *change.losses, read, wanted, *outputs)
+    read, target, outputs = formatter(change, nets)
+    return ChangedExample(change.number, *change.losses, read, target, *outputs)
 
 
 FormattedTexts = tuple[str, str, tuple[str, str]]
@@ -151,10 +151,10 @@ def _format_masked_tokens(change: TextChange, nets: ModelPair) -> FormattedTexts
     predictions = [
         flatten_positions(output).argmax(-1)[positions.to(output.device)].tolist() for output in change.outputs
     ]
-    wanted = ", ".join(spell([label]) for label in labels[positions].tolist())
+    target = ", ".join(spell([label]) for label in labels[positions].tolist())
     before, after = (", ".join(spell([label]) for label in ids) for ids in predictions)
     rows = change.question.inputs.token_rows
-    return spell(rows["text"][0].ids) if "text" in rows else "", wanted, (before, after)
+    return spell(rows["text"][0].ids) if "text" in rows else "", target, (before, after)
 
 
 def _format_labels(change: TextChange, nets: ModelPair) -> FormattedTexts:

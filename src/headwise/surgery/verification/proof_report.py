@@ -275,9 +275,9 @@ def _examples_section(proof: ModelProof) -> Iterator[str]:
         yield ""
         texts = {
             "input": example.read,
-            "target": example.wanted,
-            "before": example.said_before,
-            "after": example.said_after,
+            "target": example.target,
+            "before": example.output_before,
+            "after": example.output_after,
         }
         for name, text in texts.items():
             if text:
