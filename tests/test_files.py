@@ -43,10 +43,10 @@ def failing(times: int, call, error: Exception):
 def test_the_old_file_outlives_every_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     files.write_atomically(tmp_path / "a", b"old")
     monkeypatch.setattr(os, name, failing(1, getattr(os, name), OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(OSError, match=r"a cannot be written: No space left on device; make room") as told:
+    with pytest.raises(OSError, match=r"a cannot be written: No space left on device; make room") as excinfo:
         files.write_atomically(tmp_path / "a", b"new")
-    assert told.value.errno == errno.ENOSPC
-    assert "\n" not in str(told.value)
+    assert excinfo.value.errno == errno.ENOSPC
+    assert "\n" not in str(excinfo.value)
     assert contents(tmp_path) == {"a": b"old"}
 
 

@@ -60,13 +60,13 @@ def net_of(tiny: Any) -> Any:
 
 
 def test_text_by_text_is_the_measure_of_each_text(parts: Any, tiny: Any):
-    net, scenes = net_of(tiny), parts.measures.repeated_scenes(270, 16, 4, 0)
+    net, examples = net_of(tiny), parts.measures.repeated_scenes(270, 16, 4, 0)
     by_text = parts.measures.ByText(parts.measures.TESTED)
-    table = measure_heads(net, scenes, options=MeasureOptions(parts.measures.TESTED), collectors=[by_text])
+    table = measure_heads(net, examples, options=MeasureOptions(parts.measures.TESTED), collectors=[by_text])
     for name in parts.measures.TESTED:
-        told = [one.measures[name].value for one in table.heads]
-        np.testing.assert_allclose(by_text.values(name).mean(0), told, rtol=1e-6)  # all texts have as many rows
-        alone = measure_heads(net, [scenes[2], scenes[2]], options=MeasureOptions((name,)))
+        values = [one.measures[name].value for one in table.heads]
+        np.testing.assert_allclose(by_text.values(name).mean(0), values, rtol=1e-6)  # all texts have as many rows
+        alone = measure_heads(net, [examples[2], examples[2]], options=MeasureOptions((name,)))
         np.testing.assert_allclose(
             by_text.values(name)[2], [one.measures[name].value for one in alone.heads], rtol=1e-6
         )
@@ -74,18 +74,18 @@ def test_text_by_text_is_the_measure_of_each_text(parts: Any, tiny: Any):
 
 def test_induction_of_repeated_rows_by_hand(parts: Any, tiny: Any):
     """A row of the second half may read one token behind its like; a head that reads all alike has 1 of t."""
-    net, scenes = net_of(tiny), parts.measures.repeated_scenes(270, 16, 3, 0)
-    table = measure_heads(net, scenes, options=MeasureOptions(("induction",)))
+    net, examples = net_of(tiny), parts.measures.repeated_scenes(270, 16, 3, 0)
+    table = measure_heads(net, examples, options=MeasureOptions(("induction",)))
     by_hand = sum(1 / (at + 1) for at in range(8, 16)) / 8  # at 8..15, of the keys 0..at: no head has a sink
     assert math.isclose(table.heads[0].measures["induction"].chance, by_hand, rel_tol=1e-6)
 
 
 def test_losses_are_of_the_next_token(parts: Any, tiny: Any):
-    net, scenes = net_of(tiny), parts.measures.repeated_scenes(270, 16, 2, 0)
-    ids = scenes[1].inputs["x"]
+    net, examples = net_of(tiny), parts.measures.repeated_scenes(270, 16, 2, 0)
+    ids = examples[1].inputs["x"]
     logits = net(ids)[0].detach().double()
     by_hand = [float(logits[at].logsumexp(0) - logits[at, ids[0, at + 1]]) for at in range(15)]
-    np.testing.assert_allclose(parts.measures.losses(net, parts.measures.ids_of(scenes))[1], by_hand, rtol=1e-5)
+    np.testing.assert_allclose(parts.measures.losses(net, parts.measures.ids_of(examples))[1], by_hand, rtol=1e-5)
 
 
 def test_composition_by_whole_matrices(parts: Any, tiny: Any):
@@ -101,18 +101,18 @@ def test_composition_by_whole_matrices(parts: Any, tiny: Any):
         own = o[:, 4 * first : 4 * first + 4] @ v[first]  # what is written, of what is read
         for second in range(3):
             scores = q[second].T @ k[second]
-            told = (
+            result = (
                 torch.linalg.matrix_norm(scores @ own)
                 / torch.linalg.matrix_norm(scores)
                 / torch.linalg.matrix_norm(own)
             )
-            assert math.isclose(found[first, 3 + second], float(told), rel_tol=1e-5)
+            assert math.isclose(found[first, 3 + second], float(result), rel_tol=1e-5)
 
 
-def test_all_is_trained_measured_and_told(parts: Any, tiny: Any, tmp_path: Path):
-    said: list[str] = []
-    found = parts.script.found(tiny, tmp_path / "runs", said.append)
-    assert said == ["seed 0, step 0", "seed 0, step 2", "seed 0, step 4"]
+def test_training_measuring_and_reporting(parts: Any, tiny: Any, tmp_path: Path):
+    recorded: list[str] = []
+    found = parts.script.found(tiny, tmp_path / "runs", recorded.append)
+    assert recorded == ["seed 0, step 0", "seed 0, step 2", "seed 0, step 4"]
     story = found.stories[0]
     assert [one.losses["source"].shape for one in story.steps] == [(7, 15)] * 3
     assert story.steps[0].losses["source"].mean() > story.steps[-1].losses["source"].mean()
@@ -124,16 +124,16 @@ def test_all_is_trained_measured_and_told(parts: Any, tiny: Any, tmp_path: Path)
     assert max(map(len, (line for line in text.splitlines() if not line.startswith("|")))) <= 120
 
 
-def told(parts: Any, shift: float) -> Any:
+def make_findings(parts: Any, shift: float) -> Any:
     """A story made up: noise, and a head whose induction rises by `shift` at the second of three steps."""
     draw = np.random.default_rng(0)
-    seen = parts.measures.Seen
+    Seen = parts.measures.Seen
 
     def one(rise: float) -> Any:
         scores = {(data, name): draw.normal(0, 0.01, (40, 6)) for data in ("source", "repeated")
                   for name in parts.measures.TESTED}  # fmt: skip
         scores["repeated", "induction"][:, 4] += rise
-        return seen({}, scores, {name: draw.normal(0, 0.1, (40, 15)) for name in ("source", "repeated")}, np.empty(0))
+        return Seen({}, scores, {name: draw.normal(0, 0.1, (40, 15)) for name in ("source", "repeated")}, np.empty(0))
 
     heads = {"previous": 1, "induction": 4}
     story = parts.measures.Story(0, (one(0), one(shift), one(shift)), heads, ((), ()), ({}, {}))
@@ -141,13 +141,13 @@ def told(parts: Any, shift: float) -> Any:
 
 
 def test_tests_find_what_is_there_and_nothing_else(parts: Any):
-    found = parts.curves.tests(told(parts, 0.3))
+    found = parts.curves.tests(make_findings(parts, 0.3))
     rise = {("head", 0, 10, "repeated", "induction", 4), ("head", 0, 20, "repeated", "induction", 4)}
     assert {key for key, one in found.items() if one.is_above_chance} == rise | {("change", 0, 10, "induction")}
     assert len(found) == 2 * 2 * 2 * 6 + 2 * 4
     # Of 9,999 turns none is as far out, and the least p of 48 heads at steps is 48 times as large.
     assert found["head", 0, 10, "repeated", "induction", 4].p == pytest.approx(48 / 10_000)
-    nothing = parts.curves.tests(told(parts, 0.0))
+    nothing = parts.curves.tests(make_findings(parts, 0.0))
     assert not any(one.is_above_chance for one in nothing.values())
 
 
@@ -159,10 +159,10 @@ def test_halfway_has_an_interval_around_it(parts: Any):
     assert 200 < low < 237.5 < high < 275  # 0.5 is 3 / 8 of the way from 0.2 to 1
 
 
-def test_a_head_is_held_to_the_twins_strongest(parts: Any):
-    made = told(parts, 0.3)
-    made.twin.scores["repeated", "induction"][:, 2] += 0.5
-    found = parts.curves.tests(made)
+def test_a_head_is_compared_with_the_strongest_head_of_the_baseline(parts: Any):
+    built = make_findings(parts, 0.3)
+    built.twin.scores["repeated", "induction"][:, 2] += 0.5
+    found = parts.curves.tests(built)
     assert found["head", 0, 20, "repeated", "induction", 4].mean == pytest.approx(-0.2, abs=0.01)
     assert found["head", 0, 20, "repeated", "induction", 1].mean == pytest.approx(-0.5, abs=0.01)
     assert not any(one.is_above_chance for key, one in found.items() if key[0] == "head")

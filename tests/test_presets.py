@@ -79,7 +79,7 @@ def test_gradients_are_finite_under_autocast(name):
 
 # --- learning ------------------------------------------------------------------------------------------
 
-PAIRS, KEYS, VALUES, ASKED = 8, 16, 8, 4  # pairs in a text, keys and values there are, questions at its end
+PAIRS, KEYS, VALUES, NUM_QUERIES = 8, 16, 8, 4  # pairs in a text, keys and values there are, questions at its end
 CHANCE = torch.tensor(float(VALUES)).log().item()
 
 
@@ -99,11 +99,11 @@ class LookUp(nn.Module):
 def texts(step: int, batch: int = 64):
     """Keys, values (the last value stands for a question), and the answers."""
     draw = torch.Generator().manual_seed(step)
-    told = torch.rand(batch, KEYS, generator=draw).argsort(1)[:, :PAIRS]
+    sample = torch.rand(batch, KEYS, generator=draw).argsort(1)[:, :PAIRS]
     values = torch.randint(VALUES, (batch, PAIRS), generator=draw)
-    which = torch.rand(batch, PAIRS, generator=draw).argsort(1)[:, :ASKED]
-    blank = torch.full((batch, ASKED), VALUES)
-    return torch.cat([told, told.gather(1, which)], 1), torch.cat([values, blank], 1), values.gather(1, which)
+    which = torch.rand(batch, PAIRS, generator=draw).argsort(1)[:, :NUM_QUERIES]
+    blank = torch.full((batch, NUM_QUERIES), VALUES)
+    return torch.cat([sample, sample.gather(1, which)], 1), torch.cat([values, blank], 1), values.gather(1, which)
 
 
 def learnt(spec: hw.AttentionSpec, steps: int) -> float:

@@ -129,7 +129,7 @@ def _check_sizes(options: Mapping[str, object]) -> None:
     for name in ("model", "heads", "dim"):
         size = options.get(name, 1)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise SpecError(f"design needs {name}, a whole number of at least 1, not {size!r}; give {name}=8, say")
+            raise SpecError(f"design needs {name}, a whole number of at least 1, not {size!r}; try {name}=8")
 
 
 def _plain_heads(options: dict[str, Any]) -> Heads:

@@ -35,7 +35,7 @@ class Site:
     def layer(self) -> hw.Attention:
         """Our layer with the model's weights, in the precision of what it saw; a name too many is an error."""
         layer = hw.Attention(self.spec).to(self.inputs[0].dtype).eval()
-        constants = {name: held for name, held in layer.named_buffers() if name not in self.weights}
+        constants = {name: tensor for name, tensor in layer.named_buffers() if name not in self.weights}
         layer.load_state_dict(self.weights | constants)
         return layer
 
@@ -71,7 +71,7 @@ class Model:
             hook.remove()
 
 
-def drawn(model: nn.Module) -> nn.Module:
+def randomised(model: nn.Module) -> nn.Module:
     """The model in float64 with numbers that matter: fresh biases are zero, and fresh weights so small that
     attention is nearly even."""
     model = model.double().eval()

@@ -11,7 +11,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headwise as hw
-from anchors.hf import Model, Site, blocks, drawn, linear, projections
+from anchors.hf import Model, Site, blocks, linear, projections, randomised
 
 VOCABULARY = 37
 LAYERS = 2
@@ -25,7 +25,7 @@ WEIGHTS = "qkv"
 
 def bert() -> Model:
     config = tf.BertConfig(hidden_size=15, num_attention_heads=3, intermediate_size=29, **USUAL)
-    model = drawn(tf.BertModel(config))
+    model = randomised(tf.BertModel(config))
     spec = hw.design(model=15, heads=3, bias="qkvo")
     sites = []
     for depth, block in enumerate(model.encoder.layer):
@@ -48,7 +48,7 @@ def gpt2(by_depth: bool = False) -> Model:
         vocab_size=VOCABULARY,
         attn_implementation="eager",
     )
-    model = drawn(tf.GPT2Model(config))
+    model = randomised(tf.GPT2Model(config))
     sites = []
     for depth, block in enumerate(model.h):
         scale = 7**-0.5 / (depth + 1 if by_depth else 1)
@@ -80,7 +80,7 @@ def llama(rope: dict[str, Any] | None = None, scaling: Any = None, bias: bool = 
     spec = hw.design(
         model=42, heads=6, kv=2, dim=10, pattern="causal()", modifiers=(rotary,), bias="qkvo" if bias else ""
     )
-    model = drawn(tf.LlamaModel(config))
+    model = randomised(tf.LlamaModel(config))
     return Model(model, blocks(model, lambda depth: spec, projections), 2e-6)
 
 
@@ -92,7 +92,7 @@ def stablelm() -> Model:
         rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.4},
         **GATED,
     )
-    model = drawn(tf.StableLmModel(config))
+    model = randomised(tf.StableLmModel(config))
     spec = hw.design(
         model=60, heads=6, kv=2, pattern="causal()", modifiers=(hw.Rotary(base=500.0, dims=4),), bias="qkv"
     )
@@ -101,7 +101,7 @@ def stablelm() -> Model:
 
 def qwen3() -> Model:
     config = tf.Qwen3Config(hidden_size=42, head_dim=10, rms_norm_eps=1e-2, **GATED)
-    model = drawn(tf.Qwen3Model(config))
+    model = randomised(tf.Qwen3Model(config))
     turns = (hw.QKNorm(eps=1e-2), hw.Rotary(base=10_000.0))
     spec = hw.design(model=42, heads=6, kv=2, dim=10, pattern="causal()", modifiers=turns)
     return Model(model, blocks(model, lambda depth: spec, normed), 2e-6)
@@ -109,7 +109,7 @@ def qwen3() -> Model:
 
 def olmo2() -> Model:
     config = tf.Olmo2Config(hidden_size=24, rms_norm_eps=1e-2, pad_token_id=0, eos_token_id=1, **GATED)
-    model = drawn(tf.Olmo2Model(config))
+    model = randomised(tf.Olmo2Model(config))
     turns = (hw.QKNorm(scope="full", eps=1e-2), hw.Rotary(base=10_000.0))
     spec = hw.design(model=24, heads=6, kv=2, pattern="causal()", modifiers=turns)
     return Model(model, blocks(model, lambda depth: spec, normed), 2e-6)
@@ -131,7 +131,7 @@ def gemma2() -> Model:
         layer_types=["sliding_attention", "full_attention"],
         **GATED,
     )
-    model = drawn(tf.Gemma2Model(config))
+    model = randomised(tf.Gemma2Model(config))
 
     def spec(depth: int) -> hw.AttentionSpec:
         return hw.design(
@@ -162,7 +162,7 @@ def gpt_oss() -> Model:
         rope_parameters=rope | {"original_max_position_embeddings": 64},
         **GATED,
     )
-    model = drawn(tf.GptOssModel(config))
+    model = randomised(tf.GptOssModel(config))
     rotary = hw.Rotary(base=500.0, scaling=hw.YaRN(4.0, original=64, fast=8.0, slow=0.5))
 
     def spec(depth: int) -> hw.AttentionSpec:
@@ -200,7 +200,7 @@ def t5() -> Model:
         decoder_start_token_id=0,
         attn_implementation="eager",
     )
-    model = drawn(tf.T5Model(config))
+    model = randomised(tf.T5Model(config))
     sites = []
     for stack, looking, pattern in ((model.encoder, "both", "full()"), (model.decoder, "back", "causal()")):
         table = stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight.detach()
@@ -208,9 +208,9 @@ def t5() -> Model:
         spec = hw.design(model=19, heads=3, dim=5, pattern=pattern, modifiers=(bias,), similarity=hw.Dot(scale=1.0))
         for depth, block in enumerate(stack.block):
             attention = block.layer[0].SelfAttention
-            told = f"{'encoder' if looking == 'both' else 'decoder'}_attentions"
+            message = f"{'encoder' if looking == 'both' else 'decoder'}_attentions"
             weights = projections(attention, "qkvo") | {"t5_bias.table": table}
-            sites.append(Site(attention, attention, spec, weights, (told, depth)))
+            sites.append(Site(attention, attention, spec, weights, (message, depth)))
     cross = hw.design(model=19, heads=3, dim=5, similarity=hw.Dot(scale=1.0))
     for depth, block in enumerate(model.decoder.block):
         attention = block.layer[1].EncDecAttention
@@ -244,7 +244,7 @@ def deepseek(
         rope_parameters={"rope_type": "default", "rope_theta": 500.0} | (rope or {}),
         **USUAL,
     )
-    model = drawn(tf.DeepseekV3Model(config))
+    model = randomised(tf.DeepseekV3Model(config))
     turned = {} if scaling is None else {"scaling": scaling}
     rotary = hw.Rotary(base=500.0, pairs="interleaved" if interleaved else "half", **turned)
     project = hw.Latent(rank=7, rope=6, query_rank=query_rank, eps=1e-6)

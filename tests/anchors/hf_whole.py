@@ -1,6 +1,6 @@
 """Tiny random models of transformers as a whole, and their weights under the names of our description.
 
-Names are translated by substitution, one after the other; what lies fused in a tensor is taken apart by `apart`.
+Names are translated by substitution, one after the other; fused tensors are split by `split_tensor`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headwise as hw
-from anchors.hf import drawn
+from anchors.hf import randomised
 from headwise import families
 
 VOCABULARY = 37
@@ -193,9 +193,9 @@ NAMES = {
 }
 
 
-def made(name: str, folder: Path) -> tuple[nn.Module, hw.Transformer]:
+def build_pair(name: str, folder: Path) -> tuple[nn.Module, hw.Transformer]:
     """A model of transformers in float64 with numbers that matter, and ours with the same."""
-    theirs = drawn(MODELS[name]())
+    theirs = randomised(MODELS[name]())
     theirs.config.architectures = [type(theirs).__name__]
     theirs.config.save_pretrained(folder)
     with torch.no_grad():
@@ -209,27 +209,27 @@ def made(name: str, folder: Path) -> tuple[nn.Module, hw.Transformer]:
 
 def mapped(theirs: nn.Module, ours: hw.Transformer) -> dict[str, Tensor]:
     """Their weights under our names; our constants stay, and what they keep twice is left out."""
-    wanted = ours.state_dict()
+    expected = ours.state_dict()
     rules = NAMES.get(ours.spec.name, LLAMA)
     found = {}
     for key, tensor in theirs.state_dict().items():
-        for name, part in apart(key, tensor, theirs.config):
+        for name, part in split_tensor(key, tensor, theirs.config):
             for pattern, new in rules:
                 name = re.sub(pattern, new, name)
-            for pattern, new in MAPS if name not in wanted else ():
+            for pattern, new in MAPS if name not in expected else ():
                 name = re.sub(pattern, new, name)
             found[name] = part
     tied = {"head.tokens.weight", "encoder.embedding.tokens", "decoder.embedding.tokens", "lm_head"}
     tied |= {"encoder.embed_tokens", "decoder.embed_tokens", "cls.predictions.decoder", "cls.predictions.decoder_bias"}
-    strange = set(found) - set(wanted) - tied
+    strange = set(found) - set(expected) - tied
     if strange:
         raise ValueError(f"nothing of ours is called {sorted(strange)}")
-    shaped = {name: part.reshape(wanted[name].shape) for name, part in found.items() if name in wanted}
-    constants = {w.name: wanted[w.name] for w in ours.spec.weights() if not w.trainable and w.name not in shaped}
+    shaped = {name: part.reshape(expected[name].shape) for name, part in found.items() if name in expected}
+    constants = {w.name: expected[w.name] for w in ours.spec.weights() if not w.trainable and w.name not in shaped}
     return shaped | constants
 
 
-def apart(key: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+def split_tensor(key: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
     """What lies in one tensor, under names of which each is one of ours; matrices as (out, in)."""
     stem, _, last = key.rpartition(".")
     if key.endswith(("c_attn.weight", "c_attn.bias")):  # Conv1D keeps its matrix as (in, out)
@@ -246,8 +246,8 @@ def apart(key: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]
         for side, part in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
             yield f"{stem.removesuffix('mlp.experts')}feed.each.{side}", part
     elif last.startswith("down_proj") and ".experts" in stem:
-        told = tensor.mT if config.model_type == "gpt_oss" and last == "down_proj" else tensor
-        yield f"{stem.removesuffix('mlp.experts')}feed.each.{last.replace('_proj', '')}", told
+        result = tensor.mT if config.model_type == "gpt_oss" and last == "down_proj" else tensor
+        yield f"{stem.removesuffix('mlp.experts')}feed.each.{last.replace('_proj', '')}", result
     elif "kv_b_proj" in key:  # keys and values of a head lie together
         each = tensor.unflatten(0, (config.num_attention_heads, -1))
         for side, part in (("k", each[:, : config.qk_nope_head_dim]), ("v", each[:, config.qk_nope_head_dim :])):

@@ -21,8 +21,8 @@ def test_scores_fall_with_distance_by_the_slope():
     layer = hw.Attention(hw.design(model=16, heads=8, pattern="causal()", modifiers=(hw.Alibi(),))).double()
     with torch.no_grad():
         layer.project["q"].zero_()
-    seen = hw.Probe("scores")
-    layer(torch.randn(1, 5, 16, dtype=torch.float64), probe=seen)
-    last = seen.tensors["scores"][0, :, 4]
+    probe = hw.Probe("scores")
+    layer(torch.randn(1, 5, 16, dtype=torch.float64), probe=probe)
+    last = probe.tensors["scores"][0, :, 4]
     expected = torch.tensor(PUBLISHED[8], dtype=torch.float64)[:, None] * torch.tensor([-4.0, -3, -2, -1, 0])
     torch.testing.assert_close(last, expected, check_dtype=False)

@@ -17,7 +17,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headwise as hw
-from anchors.hf import Site, drawn, linear
+from anchors.hf import Site, linear, randomised
 
 B, BLOCK, ROWS = 3, 2, 11
 T = BLOCK * ROWS
@@ -45,7 +45,7 @@ def bigbird(heads: int, random: int) -> nn.Module:
         attention_probs_dropout_prob=0.0,
         sep_token_id=3,
     )
-    return drawn(tf.BigBirdModel(config))
+    return randomised(tf.BigBirdModel(config))
 
 
 def sites(model: nn.Module) -> list[Site]:

@@ -30,9 +30,9 @@ def test_rectangular_talking_heads(causal):
     spec = base(vdim=3, modifiers=mixes, pattern="causal" if causal else "full")
     layer = cases.layer(spec)
     w, (x, _) = arrays(layer), cases.tensors(spec)
-    told = x.numpy()
-    q, k = (np.einsum("btd,hkd->bhtk", told, w[f"project.{side}"].reshape(6, 4, 10)) for side in "qk")
-    v = np.einsum("btd,hvd->bhtv", told, w["project.v"].reshape(5, 3, 10))
+    result = x.numpy()
+    q, k = (np.einsum("btd,hkd->bhtk", result, w[f"project.{side}"].reshape(6, 4, 10)) for side in "qk")
+    v = np.einsum("btd,hvd->bhtv", result, w["project.v"].reshape(5, 3, 10))
     logits = np.einsum("bhtk,bhsk->bhts", q, k) / 2
     mixed = np.einsum("bgts,gh->bhts", logits, w["talking_heads.mixing"])
     if causal:
@@ -84,14 +84,14 @@ def test_average_attention_is_a_running_mean():
     assert cache.nbytes == 3 * (24 + 6) * 8
 
 
-def test_a_state_is_kept_in_constant_memory_and_at_linear_cost():
+def test_recurrent_state_has_constant_size_and_linear_cost():
     spec = base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), pattern="causal")
     sizes = {costs.cache_bytes(spec, batch=2, capacity=c) for c in (1, 1000, 10**9)}
     assert len(sizes) == 1
     from headwise.backends import CallSignature, linear_attention
 
-    spent = [
+    values = [
         linear_attention.executed_flops(CallSignature(spec, spec.core), hw.CallSize(1, n, n, n))
         for n in (2**10, 2**11, 2**12)
     ]
-    assert spent[2] - spent[1] == 2 * (spent[1] - spent[0])
+    assert values[2] - values[1] == 2 * (values[1] - values[0])

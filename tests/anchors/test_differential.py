@@ -47,13 +47,13 @@ def test_version_2_that_takes_nothing_away_is_grouped_attention_on_the_even_head
     layer = cases.layer(base(modifiers=(hw.DifferentialV2(), hw.Rotary()), kv=2, **LAST))
     set_noise(layer, -1e4)
     plain = hw.Attention(base(modifiers=(hw.Rotary(),), kv=2, **LAST)).double()
-    held = layer.state_dict()
-    even = held["project.q"].unflatten(0, (12, 4))[::2].flatten(0, 1)
-    plain.load_state_dict({name: held[name] for name in plain.state_dict()} | {"project.q": even})
+    state = layer.state_dict()
+    even = state["project.q"].unflatten(0, (12, 4))[::2].flatten(0, 1)
+    plain.load_state_dict({name: state[name] for name in plain.state_dict()} | {"project.q": even})
     assert far(layer(X), plain(X).detach().numpy()) < EXACT
 
 
-def test_version_2_that_takes_all_away_of_equal_heads_says_nothing():
+def test_version_2_outputs_zero_if_it_subtracts_equal_heads_fully():
     layer = cases.layer(base(modifiers=(hw.DifferentialV2(),), kv=2))
     set_noise(layer, 1e4)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_version_2_runs_fused(tokens: str, runs: str):
 
 
 @pytest.mark.parametrize("vdim", [None, 4, 5])
-def test_what_is_said_of_values_does_not_change_how_many_heads_there_are(vdim: int | None):
+def test_options_of_values_do_not_change_the_number_of_heads(vdim: int | None):
     assert base(modifiers=(hw.DifferentialV2(),), kv=2, vdim=vdim).heads.q == 12
 
 
@@ -91,12 +91,12 @@ def test_version_1_that_takes_nothing_away_is_attention_on_the_first_of_each_pai
         p["a1"].zero_()
         p["a2"].fill_(1.0)
         p["b2"].fill_(np.log1p(start) / 4)
-    held = layer.state_dict()
+    state = layer.state_dict()
     plain = hw.Attention(base(heads=3, vdim=8, **LAST)).double()
-    first = {f"project.{side}": held[f"project.{side}"].unflatten(0, (6, 4))[::2].flatten(0, 1) for side in "qk"}
-    plain.load_state_dict({name: held[name] for name in plain.state_dict()} | first)
+    first = {f"project.{side}": state[f"project.{side}"].unflatten(0, (6, 4))[::2].flatten(0, 1) for side in "qk"}
+    plain.load_state_dict({name: state[name] for name in plain.state_dict()} | first)
     o = plain.head_outputs(X).detach().numpy()
-    normed = o / np.sqrt((o**2).mean(-1, keepdims=True) + 1e-5) * held["differential.norm"].numpy()
+    normed = o / np.sqrt((o**2).mean(-1, keepdims=True) + 1e-5) * state["differential.norm"].numpy()
     assert far(layer.head_outputs(X), normed * (1 - start)) < EXACT
 
 
@@ -127,10 +127,10 @@ def test_version_1_of_pairs_that_share_a_key_is_version_2_and_a_norm():
         noise = ((p["a1"] * p["b1"]).sum().exp() - (p["a2"] * p["b2"]).sum().exp() + 0.2).item()
     assert 0 < noise < 1
     second = hw.Attention(base(heads=3, vdim=8, modifiers=(hw.DifferentialV2(), hw.HeadNorm()), **LAST)).double()
-    held = first.state_dict()
-    theirs = {name: held[name] for name in ("project.q", "project.v", "output.o")}
-    theirs |= {"project.k": held["project.k"].unflatten(0, (6, 4))[::2].flatten(0, 1)}
-    theirs |= {"head_norm.scale": 0.8 * held["differential.norm"], "differential_v2.noise": torch.zeros(3, 10)}
+    state = first.state_dict()
+    theirs = {name: state[name] for name in ("project.q", "project.v", "output.o")}
+    theirs |= {"project.k": state["project.k"].unflatten(0, (6, 4))[::2].flatten(0, 1)}
+    theirs |= {"head_norm.scale": 0.8 * state["differential.norm"], "differential_v2.noise": torch.zeros(3, 10)}
     second.load_state_dict(theirs)
     set_noise(second, float(np.log(noise / (1 - noise))))
     assert far(first(X), second(X).detach().numpy()) < EXACT

@@ -16,7 +16,7 @@ import transformers as tf
 from torch import Tensor
 
 import headwise as hw
-from anchors.hf import Model, Site, drawn, linear
+from anchors.hf import Model, Site, linear, randomised
 
 B, T, D, LAYERS = 4, 13, 10, 3
 LENGTHS = [T, 11, 6, 1]
@@ -36,11 +36,11 @@ def neighbours(theirs: Tensor) -> Tensor:
 
 
 def weights(attention: Any) -> dict[str, Tensor]:
-    held = linear("project.q", attention.q_proj) | linear("project.k", attention.k_proj)
-    held |= linear("project.v", attention.v_proj)
+    tensors = linear("project.q", attention.q_proj) | linear("project.k", attention.k_proj)
+    tensors |= linear("project.v", attention.v_proj)
     lambdas = {f"{ours}{n}": getattr(attention, f"lambda_{side}{n}") for ours, side in ("aq", "bk") for n in (1, 2)}
     return (
-        {name: neighbours(tensor) for name, tensor in held.items()}
+        {name: neighbours(tensor) for name, tensor in tensors.items()}
         | linear("output.o", attention.o_proj)
         | {f"differential.{name}": tensor.detach() for name, tensor in lambdas.items()}
         | {"differential.norm": torch.ones(2 * D)}
@@ -62,7 +62,7 @@ def diffllama(heads: int, kv: int, bias: bool) -> Model:
         rope_parameters={"rope_type": "default", "rope_theta": 500.0},
         attn_implementation="eager",
     )
-    model = drawn(tf.DiffLlamaModel(config))
+    model = randomised(tf.DiffLlamaModel(config))
     sites = []
     for depth, layer in enumerate(model.layers):
         spec = hw.design(
@@ -105,9 +105,9 @@ def test_layers_agree(name: str, pad: str, record_property: Callable[[str, objec
         mask = {"attention_mask": at.is_real.long()}
     live, worst = at.is_real.expand(B, -1), []
     with model.run_with_hooks():
-        told = model.model(torch.randint(2, 37, (B, T)), output_attentions=True, use_cache=False, **mask)
+        outputs = model.model(torch.randint(2, 37, (B, T)), output_attentions=True, use_cache=False, **mask)
     assert [site.inputs[0].shape for site in model.sites] == [(B, T, 42)] * LAYERS
-    for site, theirs in zip(model.sites, told.attentions, strict=True):
+    for site, theirs in zip(model.sites, outputs.attentions, strict=True):
         layer, probe = site.layer, hw.Probe("weights")
         x, y = site.inputs[0], site.outputs[0]
         assert far(layer(x, sequence=at)[live], y[live]) < off
@@ -128,8 +128,8 @@ def test_decoding_agrees(name: str, record_property: Callable[[str, object], Non
             model.model(input_ids=part, past_key_values=cache, use_cache=True)
     for site in model.sites:
         layer = site.layer
-        held = layer.cache(batch=B, capacity=T)
-        steps = [layer(x, cache=held) for x in site.inputs]
+        stored = layer.cache(batch=B, capacity=T)
+        steps = [layer(x, cache=stored) for x in site.inputs]
         assert tuple(step.shape[1] for step in steps) == sizes
         worst += [far(ours, theirs) for ours, theirs in zip(steps, site.outputs, strict=True)]
     record_property("worst", max(worst))

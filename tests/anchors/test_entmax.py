@@ -40,8 +40,8 @@ def made(part: hw.Entmax, s_BHTS: Tensor, allowed: Tensor, p: object = None) -> 
 def weights(s_S: Tensor, alpha: float, allowed: Tensor | None = None) -> Tensor:
     """Weights of scores [..., S]."""
     s_BHTS = s_S.reshape(1, 1, -1, s_S.shape[-1])
-    seen = torch.ones(1, 1, 1, s_S.shape[-1], dtype=torch.bool) if allowed is None else allowed
-    return made(hw.Entmax(alpha=alpha), s_BHTS, seen).reshape(s_S.shape)
+    visible = torch.ones(1, 1, 1, s_S.shape[-1], dtype=torch.bool) if allowed is None else allowed
+    return made(hw.Entmax(alpha=alpha), s_BHTS, visible).reshape(s_S.shape)
 
 
 def learned(heads: int, alpha: float = 1.5, a: Tensor | None = None) -> hw.Attention:
@@ -91,18 +91,18 @@ def test_the_gradient_in_alpha_is_the_packages():
     s, g = numbers(3, 5, 7, 31), numbers(3, 5, 7, 31)
     ours = made(layer.spec.normaliser, s, torch.ones(1, 1, 1, 31, dtype=torch.bool), layer.normaliser)
     mine = torch.autograd.grad(ours, layer.normaliser["a"], g)[0]
-    twin = a.clone().requires_grad_()
-    theirs = entmax.entmax_bisect(s, alpha=(1 + twin.sigmoid())[:, None, None], n_iter=80)
+    other = a.clone().requires_grad_()
+    theirs = entmax.entmax_bisect(s, alpha=(1 + other.sigmoid())[:, None, None], n_iter=80)
     check_close(ours, theirs)
-    check_close(mine, torch.autograd.grad(theirs, twin, g)[0], rtol=1e-8)
+    check_close(mine, torch.autograd.grad(theirs, other, g)[0], rtol=1e-8)
 
 
 def test_masked_keys_are_keys_that_are_not_there():
-    s, seen = numbers(2, 3, 5, 11), torch.rand(2, 1, 5, 11) < 0.6
+    s, sample = numbers(2, 3, 5, 11), torch.rand(2, 1, 5, 11) < 0.6
     for alpha in ALPHAS:
-        ours = made(hw.Entmax(alpha=alpha), s, seen)
+        ours = made(hw.Entmax(alpha=alpha), s, sample)
         for b, h, t in np.ndindex(2, 3, 5):
-            keys = seen[b, 0, t]
+            keys = sample[b, 0, t]
             assert (ours[b, h, t, ~keys] == 0).all()
             if keys.any():
                 theirs = entmax.entmax_bisect(s[b, h, t, keys], alpha=alpha, n_iter=80)
@@ -156,8 +156,8 @@ def test_the_gradient_in_alpha_is_a_finite_difference(at):
     s, g, step = numbers(1, 1, 5, 19), numbers(5, 19), 1e-6
     a = torch.tensor([math.log((at - 1) / (2 - at))], dtype=torch.float64)
     layer = learned(1, a=a)
-    seen = torch.ones(1, 1, 1, 19, dtype=torch.bool)
-    ours = (made(layer.spec.normaliser, s, seen, layer.normaliser)[0, 0] * g).sum()
+    visible = torch.ones(1, 1, 1, 19, dtype=torch.bool)
+    ours = (made(layer.spec.normaliser, s, visible, layer.normaliser)[0, 0] * g).sum()
     slope = torch.autograd.grad(ours, layer.normaliser["a"])[0].item() / ((at - 1) * (2 - at))
     ends = [(weights(s[0, 0], at + side * step) * g).sum().item() for side in (1, -1)]
     assert slope == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-5, abs=1e-7)
@@ -221,9 +221,9 @@ def test_the_larger_alpha_the_fewer_keys_are_read():
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_equal_scores_are_averaged(alpha):
-    s, seen = torch.full((2, 3, 5, 4096), 7.25), torch.rand(2, 1, 5, 4096) < 0.5
-    expected = hw.Average().normalise(s, seen, None)
-    check_close(made(hw.Entmax(alpha=alpha), s, seen), expected, rtol=1e-5, atol=0)
+    s, sample = torch.full((2, 3, 5, 4096), 7.25), torch.rand(2, 1, 5, 4096) < 0.5
+    expected = hw.Average().normalise(s, sample, None)
+    check_close(made(hw.Entmax(alpha=alpha), s, sample), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
@@ -236,9 +236,9 @@ def test_a_number_added_to_a_row_changes_nothing(alpha):
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_a_query_with_nothing_to_read_gets_no_weight(alpha, dtype):
     s = numbers(2, 3, 5, 7).to(dtype).requires_grad_()
-    seen = torch.ones(2, 1, 5, 7, dtype=torch.bool)
-    seen[1, :, 2] = False
-    w = made(hw.Entmax(alpha=alpha), s, seen)
+    visible = torch.ones(2, 1, 5, 7, dtype=torch.bool)
+    visible[1, :, 2] = False
+    w = made(hw.Entmax(alpha=alpha), s, visible)
     w.backward(torch.ones_like(w) * torch.arange(7.0).to(dtype))
     assert (w[1, :, 2] == 0).all()
     assert (s.grad[1, :, 2] == 0).all()
@@ -271,7 +271,7 @@ def test_where_the_package_gives_no_number():
 # --- learned -------------------------------------------------------------------------------------------
 
 
-def test_heads_start_where_alpha_says():
+def test_initial_alpha_of_heads_equals_the_option():
     for alpha in (1.1, 1.5, 1.99):
         a = learned(3, alpha).normaliser["a"]
         check_close(1 + a.detach().sigmoid(), torch.full((3,), alpha), rtol=1e-6)
@@ -280,8 +280,8 @@ def test_heads_start_where_alpha_says():
 def test_every_head_has_its_own_alpha():
     a = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
     layer, s = learned(3, a=a), numbers(2, 3, 5, 29)
-    seen = torch.ones(1, 1, 1, 29, dtype=torch.bool)
-    ours = made(layer.spec.normaliser, s, seen, layer.normaliser)
+    visible = torch.ones(1, 1, 1, 29, dtype=torch.bool)
+    ours = made(layer.spec.normaliser, s, visible, layer.normaliser)
     for h, alpha in enumerate((1 + a.sigmoid()).tolist()):
         check_close(ours[:, h], weights(s[:, h], alpha))
 
@@ -301,33 +301,35 @@ def test_the_ends_of_a_head_are_numbers(dtype):
 def test_what_training_does_to_a_layer():
     """Copies learn apart, autocast and strides change nothing."""
     layer = learned(6).float()
-    twin = copy.deepcopy(layer)
+    copied = copy.deepcopy(layer)
     x = torch.randn(3, 7, 10)
     y = layer(x)
     y.square().sum().backward()
     assert (layer.normaliser["a"].grad != 0).all()
-    assert twin.normaliser["a"].grad is None
-    assert torch.equal(twin(x), y)
+    assert copied.normaliser["a"].grad is None
+    assert torch.equal(copied(x), y)
     with torch.autocast("cpu", torch.bfloat16):
         check_close(layer(x), y, rtol=0.05, atol=0.05)
-    s, seen = torch.randn(3, 7, 6, 11), torch.ones(1, 1, 1, 11, dtype=torch.bool)
+    s, visible = torch.randn(3, 7, 6, 11), torch.ones(1, 1, 1, 11, dtype=torch.bool)
     turned, part = s.transpose(1, 2), layer.spec.normaliser
-    check_close(made(part, turned, seen, layer.normaliser), made(part, turned.contiguous(), seen, layer.normaliser))
+    check_close(
+        made(part, turned, visible, layer.normaliser), made(part, turned.contiguous(), visible, layer.normaliser)
+    )
 
 
 def test_a_second_derivative_is_exact_or_refused():
-    s, seen = numbers(2, 3, 5, 7).requires_grad_(), torch.rand(1, 1, 5, 7) < 0.7
+    s, sample = numbers(2, 3, 5, 7).requires_grad_(), torch.rand(1, 1, 5, 7) < 0.7
     if WAY["taken"] == "fused_normalise":
         with pytest.raises(RuntimeError, match="create_graph=True"):
             torch.autograd.grad(weights(s, 1.5).square().sum(), s, create_graph=True)
         return
     for alpha in (1.25, 1.5, 1.75, 2.0, 2.5):
-        assert torch.autograd.gradgradcheck(lambda s, alpha=alpha: made(hw.Entmax(alpha=alpha), s, seen), s)
+        assert torch.autograd.gradgradcheck(lambda s, alpha=alpha: made(hw.Entmax(alpha=alpha), s, sample), s)
     part, learned_a = hw.Entmax(kind="learned"), numbers(3, 1, 1).requires_grad_()
-    assert torch.autograd.gradgradcheck(lambda s, a: part.normalise(s, seen, Told(a)), (s, learned_a))
+    assert torch.autograd.gradgradcheck(lambda s, a: part.normalise(s, sample, PartStub(a)), (s, learned_a))
 
 
-class Told:
+class PartStub:
     """The numbers that heads learn, as they stand."""
 
     def __init__(self, a: Tensor) -> None:

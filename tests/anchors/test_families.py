@@ -36,7 +36,7 @@ NORM = re.compile(r"norm|\bln_|LayerNorm", re.IGNORECASE)
 
 def theirs(name: str, alone: str) -> Group:
     """Where a parameter of transformers stands, by its name."""
-    stack = next((told for told in ("encoder", "decoder") if f"{told}." in name and not alone), alone)
+    stack = next((value for value in ("encoder", "decoder") if f"{value}." in name and not alone), alone)
     if not (layer := LAYER.search(name)):
         if HEAD.search(name):
             return "head", None, "head"
@@ -73,16 +73,16 @@ def built(folder: Path) -> torch.nn.Module:
     """What transformers makes of a folder, as the class that its config names, without memory."""
     config, empty = tf.AutoConfig.from_pretrained(folder), torch.empty
 
-    def nowhere(*sizes: Any, **said: Any) -> torch.Tensor:
-        return empty(*sizes, **(said | {"device": said.get("device") or "meta"}))
+    def nowhere(*sizes: Any, **options: Any) -> torch.Tensor:
+        return empty(*sizes, **(options | {"device": options.get("device") or "meta"}))
 
     with torch.device("meta"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", nowhere)  # the tests' own, which fills with NaN, is not known to the device
         return getattr(tf, config.architectures[0])._from_config(config)
 
 
-def folder_of(folder: Path, said: dict[str, Any]) -> Path:
-    (folder / "config.json").write_text(json.dumps(said))
+def folder_of(folder: Path, options: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(options))
     return folder
 
 
@@ -96,15 +96,15 @@ def check_groups(folder: Path) -> ModelSpec:
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_models_have_the_numbers_they_are_known_for(name: str, tmp_path: Path):
-    said, known = PUBLIC[name]
-    ours = check_groups(folder_of(tmp_path, said))
+    result, known = PUBLIC[name]
+    ours = check_groups(folder_of(tmp_path, result))
     assert known is None or costs.count_parameters(ours) == known
 
 
 @pytest.mark.parametrize(("family", "architecture", "draw"), TINY, ids=[f"{a}-{n}" for _, a, n in TINY])
 def test_small_models_of_odd_sizes_have_the_same_numbers(family: str, architecture: str, draw: int, tmp_path: Path):
-    said = FAMILIES[family][1]() | {"model_type": family, "architectures": [architecture]}
-    check_groups(folder_of(tmp_path, said))
+    options = FAMILIES[family][1]() | {"model_type": family, "architectures": [architecture]}
+    check_groups(folder_of(tmp_path, options))
 
 
 # --- attention, part by part ---------------------------------------------------------------------------
@@ -158,20 +158,20 @@ def check_computes(theirs: torch.nn.Module, spec: hw.AttentionSpec, output: str,
 
 def test_attention_of_bart_and_vit_computes_the_same():
     """Neither stands among the models above; both are Vaswani's attention."""
-    said = {"d_model": 42, "encoder_attention_heads": 2, "decoder_attention_heads": 3, "encoder_layers": 1}
-    said |= {"decoder_layers": 1, "vocab_size": 11}
+    options = {"d_model": 42, "encoder_attention_heads": 2, "decoder_attention_heads": 3, "encoder_layers": 1}
+    options |= {"decoder_layers": 1, "vocab_size": 11}
     specs = dict(
-        families.read_model_spec(said | {"model_type": "bart", "architectures": ["BartModel"]}).attention_specs()
+        families.read_model_spec(options | {"model_type": "bart", "architectures": ["BartModel"]}).attention_specs()
     )
-    bart = tf.BartModel(tf.BartConfig(**said, attn_implementation="eager"))
+    bart = tf.BartModel(tf.BartConfig(**options, attn_implementation="eager"))
     check_computes(bart.encoder.layers[0].self_attn, specs["encoder.0.attention"], "out_proj")
     source = torch.randn(2, 7, 42, dtype=torch.float64)
     check_computes(bart.decoder.layers[0].encoder_attn, specs["decoder.0.cross"], "out_proj", source)
     assert specs["decoder.0.attention"] == replace(specs["decoder.0.cross"], pattern=hw.Causal())
 
-    said = {"hidden_size": 42, "num_attention_heads": 3, "num_hidden_layers": 1, "qkv_bias": False}
-    vit = tf.ViTModel(tf.ViTConfig(**said, image_size=4, patch_size=2, attn_implementation="eager"))
-    ((_, spec),) = families.read_model_spec(said | {"model_type": "vit"}).attention_specs()
+    options = {"hidden_size": 42, "num_attention_heads": 3, "num_hidden_layers": 1, "qkv_bias": False}
+    vit = tf.ViTModel(tf.ViTConfig(**options, image_size=4, patch_size=2, attn_implementation="eager"))
+    ((_, spec),) = families.read_model_spec(options | {"model_type": "vit"}).attention_specs()
     check_computes(vit.layers[0].attention, spec, "o_proj")
 
 
@@ -204,15 +204,15 @@ def seen_by_transformers(model: tf.PreTrainedModel, tokens: int) -> list[torch.T
         return [weights[0, 0] > 0 for weights in model(ids, output_attentions=True).attentions]
 
 
-def test_windows_begin_where_qwen_says():
+def test_windows_begin_at_the_layer_in_the_qwen_config():
     """A config that names no layer types has them by a rule; what transformers' own layers read decides."""
-    said = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8, "intermediate_size": 5}
-    said |= {"num_hidden_layers": 5, "vocab_size": 11, "use_sliding_window": True, "sliding_window": 3}
-    said |= {"max_window_layers": 2}
-    theirs = tf.Qwen2Model(tf.Qwen2Config(**said, attn_implementation="eager")).eval()
-    ours = [spec.pattern for _, spec in families.read_model_spec(said | {"model_type": "qwen2"}).attention_specs()]
-    for pattern, seen in zip(ours, seen_by_transformers(theirs, 9), strict=True):
+    options = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8, "intermediate_size": 5}
+    options |= {"num_hidden_layers": 5, "vocab_size": 11, "use_sliding_window": True, "sliding_window": 3}
+    options |= {"max_window_layers": 2}
+    theirs = tf.Qwen2Model(tf.Qwen2Config(**options, attn_implementation="eager")).eval()
+    ours = [spec.pattern for _, spec in families.read_model_spec(options | {"model_type": "qwen2"}).attention_specs()]
+    for pattern, value in zip(ours, seen_by_transformers(theirs, 9), strict=True):
         assert torch.equal(
-            seen, hw.AttentionMask(*[hw.SequenceInfo.from_batch(torch.zeros(1, 9))] * 2, pattern).allowed[0, 0]
+            value, hw.AttentionMask(*[hw.SequenceInfo.from_batch(torch.zeros(1, 9))] * 2, pattern).allowed[0, 0]
         )
     assert ours == [hw.Causal()] * 2 + [hw.Window(3)] * 3

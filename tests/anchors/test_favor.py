@@ -15,10 +15,10 @@ from support.layer_cases import base, check_close
 from support.layer_checks import decode_in_chunks
 
 
-def favor(draws=0, seed=0, **said) -> hw.AttentionSpec:
+def favor(draws=0, seed=0, **options) -> hw.AttentionSpec:
     """Attention by positive random features."""
     similarity = hw.FeatureMap(kind="favor", draws=draws, seed=seed)
-    return base(**({"similarity": similarity, "normaliser": hw.Sum(), "pattern": "causal"} | said))
+    return base(**({"similarity": similarity, "normaliser": hw.Sum(), "pattern": "causal"} | options))
 
 
 def directions(seed, draws, dim) -> torch.Tensor:
@@ -36,16 +36,16 @@ def test_the_layer_by_its_formula():
     layer = cases.layer(favor(9, 3, kv=2, vdim=5))
     w = {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
     x, _ = cases.tensors(layer.spec)
-    told, seen = x.numpy(), np.tril(np.ones((7, 7)))
+    result, visible = x.numpy(), np.tril(np.ones((7, 7)))
     heads = []
     for h in range(6):
         g = h // 3
         phi_q, phi_k = (
-            features(told @ w[f"project.{side}"][4 * n : 4 * n + 4].T, w["similarity.directions"])
+            features(result @ w[f"project.{side}"][4 * n : 4 * n + 4].T, w["similarity.directions"])
             for side, n in (("q", h), ("k", g))
         )
-        shares = phi_q @ phi_k.transpose(0, 2, 1) * seen
-        heads.append(shares / shares.sum(-1, keepdims=True) @ (told @ w["project.v"][5 * g : 5 * g + 5].T))
+        shares = phi_q @ phi_k.transpose(0, 2, 1) * visible
+        heads.append(shares / shares.sum(-1, keepdims=True) @ (result @ w["project.v"][5 * g : 5 * g + 5].T))
     check_close(layer(x), torch.from_numpy(np.concatenate(heads, -1) @ w["output.o"].T))
 
 
@@ -79,26 +79,30 @@ def test_a_product_of_features_is_the_exponential_on_average(draws):
 def _products(kind, seed, q, k):
     """What is lifted, with the factor of each query that it goes without; of short keys nothing is taken off."""
     w = sample_orthogonal_gaussian(seed, (kind.draws, 8))
-    asks, tells = (
+    query_features, key_features = (
         kind.feature_map(torch.from_numpy(x)[None, None], side, {"directions": w})[0, 0]
         for side, x in (("q", q), ("k", k))
     )
-    told = q * 8**-0.25
-    return (asks * tells).sum(-1).numpy() * np.exp((told @ w.numpy().T).max(-1) - (told**2).sum(-1) / 2)
+    result = q * 8**-0.25
+    return (query_features * key_features).sum(-1).numpy() * np.exp(
+        (result @ w.numpy().T).max(-1) - (result**2).sum(-1) / 2
+    )
 
 
 def shares_of(layer, x):
-    """The weights of one head that asks and tells what it is given, and the same by the formula in float64."""
-    seen, w = hw.Probe("weights"), layer.similarity["directions"].double().numpy()
+    """The weights of one head with identity projections, and the same by the formula in float64."""
+    probe, w = hw.Probe("weights"), layer.similarity["directions"].double().numpy()
     with torch.no_grad():
         for side in "qk":
             layer.project[side].copy_(torch.eye(x.shape[-1]))
-        layer(x, probe=seen)
-    told = x[0].double().numpy() * x.shape[-1] ** -0.25
-    exponents = told @ w.T - (told**2).sum(-1, keepdims=True) / 2
-    asks, tells = (np.exp(e) for e in (exponents - exponents.max(-1, keepdims=True), exponents - exponents.max()))
-    shares = asks @ tells.T
-    return seen.tensors["weights"][0, 0].double().numpy(), shares / shares.sum(-1, keepdims=True)
+        layer(x, probe=probe)
+    result = x[0].double().numpy() * x.shape[-1] ** -0.25
+    exponents = result @ w.T - (result**2).sum(-1, keepdims=True) / 2
+    query_features, key_features = (
+        np.exp(e) for e in (exponents - exponents.max(-1, keepdims=True), exponents - exponents.max())
+    )
+    shares = query_features @ key_features.T
+    return probe.tensors["weights"][0, 0].double().numpy(), shares / shares.sum(-1, keepdims=True)
 
 
 @pytest.mark.parametrize("dim", [8, 64, 128])
@@ -154,9 +158,9 @@ def test_more_features_come_closer_to_softmax():
         for seed in range(12):
             layer = hw.Attention(favor(draws, seed, dim=8)).double()
             layer.load_state_dict(exact.state_dict(), strict=False)
-            seen = hw.Probe("weights")
-            layer(x, probe=seen)
-            errors.append((seen.tensors["weights"] - truth.tensors["weights"]).square().mean())
+            probe = hw.Probe("weights")
+            layer(x, probe=probe)
+            errors.append((probe.tensors["weights"] - truth.tensors["weights"]).square().mean())
         return torch.stack(errors).mean().sqrt().item()
 
     few, some, many = error(16), error(256), error(4096)
@@ -205,15 +209,15 @@ def test_what_lifting_costs():
     """2 dim m for each query of each score head and each key of each key head; a score then has m channels."""
     spec, plain = favor(9, kv=2), base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), pattern="causal", kv=2)
     work = hw.CallSize(3, 7, 7, 7)
-    lifted = 2 * 3 * 7 * (6 + 2) * 9 * 4
+    features = 2 * 3 * 7 * (6 + 2) * 9 * 4
     wider = 2 * 3 * 49 * 6 * (9 - 4)
-    assert costs.counted_flops(spec, work) - costs.counted_flops(plain, work) == lifted + wider
+    assert costs.counted_flops(spec, work) - costs.counted_flops(plain, work) == features + wider
     assert costs.count_parameters(spec) == costs.count_parameters(plain)
     assert costs.count_constants(spec) == 9 * 4
 
 
 @pytest.mark.parametrize(
-    ("similarity", "said"),
+    ("similarity", "message"),
     [
         (hw.FeatureMap(kind="exp"), "'exp'.* is unknown; use 'elu', 'relu' or 'favor'"),
         (hw.FeatureMap(draws=8), "'elu'.* samples nothing; leave draws and seed out"),
@@ -222,8 +226,8 @@ def test_what_lifting_costs():
         (hw.FeatureMap(kind="favor", seed=2**63), "seed=.* is not a valid seed"),
     ],
 )
-def test_features_that_cannot_be(similarity, said):
-    with pytest.raises(hw.SpecError, match=said):
+def test_features_that_cannot_be(similarity, message):
+    with pytest.raises(hw.SpecError, match=message):
         base(similarity=similarity, normaliser=hw.Sum())
 
 

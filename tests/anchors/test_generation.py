@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as theirs_
 
 import headwise as hw
-from anchors.hf_whole import VOCABULARY, made
+from anchors.hf_whole import VOCABULARY, build_pair
 from headwise.generation.decoding_state import apply_repetition_penalty, filter_logits
 from headwise.generation.generate import TextGenerator
 from headwise.generation.prompts import parse_prompts
@@ -51,23 +51,25 @@ def test_what_is_drawn_from_is_theirs(chosen: tuple[str, ...], temperature: floa
 def test_their_order_is_the_one_we_follow():
     """As their generation puts them together from a configuration."""
     net = tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=4, n_head=1, n_layer=1, vocab_size=WORDS))
-    told = tf.GenerationConfig(do_sample=True, temperature=0.5, repetition_penalty=1.6, top_k=5, top_p=0.8, min_p=0.15)
-    steps = net._get_logits_processor(told, input_ids_seq_length=1, prefix_allowed_tokens_fn=None)
+    generation_config = tf.GenerationConfig(
+        do_sample=True, temperature=0.5, repetition_penalty=1.6, top_k=5, top_p=0.8, min_p=0.15
+    )
+    steps = net._get_logits_processor(generation_config, input_ids_seq_length=1, prefix_allowed_tokens_fn=None)
     names = ["RepetitionPenalty", "Temperature", "TopK", "TopP", "MinP"]
     assert [type(step).__name__.removesuffix("Warper").removesuffix("Processor") for step in steps] == [
         f"{name}Logits" for name in names
     ]
 
 
-def asked(net: hw.Transformer, **said: Any) -> TextGenerator:
-    return TextGenerator.of(net, said.pop("count"), 0.0, hw.DecodingConfig(**said))
+def text_generator(net: hw.Transformer, **options: Any) -> TextGenerator:
+    return TextGenerator.of(net, options.pop("count"), 0.0, hw.DecodingConfig(**options))
 
 
-def theirs_say(theirs: Any, ids: Tensor, **said: Any) -> Any:
-    said = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": END, **said}
+def generate_with_transformers(theirs: Any, ids: Tensor, **options: Any) -> Any:
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": END, **options}
     theirs.generation_config = tf.GenerationConfig(bos_token_id=START, decoder_start_token_id=START)
     return theirs.generate(
-        ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_scores=True, **said
+        ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_scores=True, **options
     )
 
 
@@ -79,28 +81,28 @@ def cut(rows: Tensor, end: int) -> list[list[int]]:
 @pytest.mark.parametrize("penalty", [-0.5, 1.0, 2.0])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bart"])
 def test_beams_find_what_theirs_find(name: str, penalty: float, tmp_path: Path):
-    theirs, ours = made(name, tmp_path)
+    theirs, ours = build_pair(name, tmp_path)
     x = torch.randint(4, VOCABULARY, (3, 5))
     ours.usage = hw.ProcessorSpec(begin=(START,))
     free = hw.generate(ours.float(), x, max_new_tokens=6, config=hw.DecodingConfig(beams=4, best=4))
     end = free[0][1][3]  # so that some answers end early
-    said = {"num_beams": 4, "num_return_sequences": 4, "length_penalty": penalty, "early_stopping": "never"}
-    told = theirs_say(theirs.float(), x, **said, eos_token_id=end)
-    wanted = cut(told.sequences[:, 1 if name == "bart" else x.shape[1] :], end)
-    assert penalty > 1 or len({len(row) for row in wanted}) > 1
-    how = asked(ours, count=6, beams=4, best=4, length_penalty=penalty, end=end)
+    options = {"num_beams": 4, "num_return_sequences": 4, "length_penalty": penalty, "early_stopping": "never"}
+    result = generate_with_transformers(theirs.float(), x, **options, eos_token_id=end)
+    expected = cut(result.sequences[:, 1 if name == "bart" else x.shape[1] :], end)
+    assert penalty > 1 or len({len(row) for row in expected}) > 1
+    how = text_generator(ours, count=6, beams=4, best=4, length_penalty=penalty, end=end)
     got = [one for best in how.answers(parse_prompts(ours, x)) for one in best]
-    assert [one.ids for one in got] == wanted
-    torch.testing.assert_close(torch.tensor([one.score for one in got]), told.sequences_scores, rtol=1e-4, atol=1e-4)
+    assert [one.ids for one in got] == expected
+    torch.testing.assert_close(torch.tensor([one.score for one in got]), result.sequences_scores, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_penalty_for_repetition_does_what_theirs_does(beams: int, tmp_path: Path):
-    theirs, ours = made("gpt2", tmp_path)
+    theirs, ours = build_pair("gpt2", tmp_path)
     x = torch.randint(4, VOCABULARY, (3, 5))
-    said = {"repetition_penalty": 1.7, "num_beams": beams} | ({"early_stopping": "never"} if beams > 1 else {})
-    wanted = cut(theirs_say(theirs.float(), x, **said).sequences[:, 5:], END)
+    options = {"repetition_penalty": 1.7, "num_beams": beams} | ({"early_stopping": "never"} if beams > 1 else {})
+    expected = cut(generate_with_transformers(theirs.float(), x, **options).sequences[:, 5:], END)
     plain = hw.generate(ours.float(), x, max_new_tokens=6)
     got = hw.generate(ours, x, max_new_tokens=6, config=hw.DecodingConfig(beams=beams, repetition=1.7, end=(END,)))
-    assert got == wanted
+    assert got == expected
     assert got != plain

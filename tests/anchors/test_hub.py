@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
 import headwise as hw
-from anchors.hf import drawn
+from anchors.hf import randomised
 from anchors.hf_whole import BERT, GATED, LATENT, MODELS, VOCABULARY
 from headwise import model_spec as bp
 from headwise.data.vocabulary import train_bpe
@@ -34,8 +34,8 @@ def rope(table: dict[str, Any]) -> dict[str, Any]:
     return GATED | {"max_position_embeddings": 256, "rope_parameters": table | {"original_max_position_embeddings": 64}}
 
 
-def gpt2(**said: Any) -> tf.GPT2Config:
-    return tf.GPT2Config(n_embd=21, n_head=3, n_inner=29, n_layer=2, n_positions=23, vocab_size=VOCABULARY, **said)
+def gpt2(**options: Any) -> tf.GPT2Config:
+    return tf.GPT2Config(n_embd=21, n_head=3, n_inner=29, n_layer=2, n_positions=23, vocab_size=VOCABULARY, **options)
 
 
 # Besides those of hf_whole: what else their configs can say, and classes that stand on the same trunks.
@@ -70,13 +70,13 @@ def without_gradients():
         yield
 
 
-def made(name: str, folder: Path, dtype: torch.dtype = torch.float64, **said: Any) -> nn.Module:
+def saved_model(name: str, folder: Path, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
     """A model of transformers with numbers that matter, and its folder."""
-    theirs = drawn(ALL[name]()).to(dtype)
+    theirs = randomised(ALL[name]()).to(dtype)
     for key, buffer in theirs.named_buffers():
         if key.endswith(("e_score_correction_bias", "final_logits_bias")):
             buffer.normal_()
-    theirs.save_pretrained(folder, **said)
+    theirs.save_pretrained(folder, **options)
     return theirs
 
 
@@ -94,14 +94,14 @@ def both(name: str, theirs: nn.Module, ours: hw.Transformer) -> list[tuple[Tenso
     if name == "vit":
         pixels = torch.randn(B, 2, 11, 9, dtype=next(ours.parameters()).dtype)
         return [(ours(pixels), theirs(pixels).logits)]
-    said = theirs(input_ids=x)
+    outputs = theirs(input_ids=x)
     if name.endswith("trunk"):
-        return [(ours(x), said.last_hidden_state)]
+        return [(ours(x), outputs.last_hidden_state)]
     if name == "llama-span":
-        return [(ours(x), torch.stack([said.start_logits, said.end_logits], -1))]
+        return [(ours(x), torch.stack([outputs.start_logits, outputs.end_logits], -1))]
     if name == "bert-two-heads":
-        return [(ours(x), said.prediction_logits), (ours(x, head="next"), said.seq_relationship_logits)]
-    return [(ours(x), said.logits)]
+        return [(ours(x), outputs.prediction_logits), (ours(x, head="next"), outputs.seq_relationship_logits)]
+    return [(ours(x), outputs.logits)]
 
 
 def check_close(name: str, theirs: nn.Module, ours: hw.Transformer) -> None:
@@ -114,8 +114,8 @@ def check_close(name: str, theirs: nn.Module, ours: hw.Transformer) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_folder_of_transformers_says_the_same_here(name: str, tmp_path: Path):
-    theirs = made(name, tmp_path)
+def test_outputs_equal_those_of_transformers(name: str, tmp_path: Path):
+    theirs = saved_model(name, tmp_path)
     ours = hw.load(tmp_path)
     assert {p.dtype for p in ours.parameters()} == {torch.float64}
     assert not any(module.training for module in ours.modules())
@@ -125,14 +125,14 @@ def test_a_folder_of_transformers_says_the_same_here(name: str, tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "t5", "gpt-oss"])
 def test_in_single_precision_too(name: str, tmp_path: Path):
-    theirs = made(name, tmp_path, torch.float32)
+    theirs = saved_model(name, tmp_path, torch.float32)
     check_close(name, theirs, hw.load(tmp_path))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_dtype_of_a_file_is_kept(dtype: torch.dtype, tmp_path: Path):
+def test_loading_preserves_the_dtype_of_the_file(dtype: torch.dtype, tmp_path: Path):
     """Numbers as they are; angles of rotary positions in their own precision."""
-    theirs = made("llama", tmp_path, dtype)
+    theirs = saved_model("llama", tmp_path, dtype)
     ours = hw.load(tmp_path)
     assert {p.dtype for p in ours.parameters()} == {dtype}
     assert torch.equal(ours.decoder.blocks[1].feed.up, theirs.model.layers[1].mlp.up_proj.weight)
@@ -141,19 +141,19 @@ def test_the_dtype_of_a_file_is_kept(dtype: torch.dtype, tmp_path: Path):
 
 
 def test_shards_are_put_together(tmp_path: Path):
-    theirs = made("qwen3", tmp_path, max_shard_size="20KB")
+    theirs = saved_model("qwen3", tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     check_close("qwen3", theirs, hw.load(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2"])
 def test_greedy_generation_is_token_for_token_the_same(name: str, tmp_path: Path):
-    theirs, prompt = made(name, tmp_path), ids(3)
+    theirs, prompt = saved_model(name, tmp_path), ids(3)
     theirs.generation_config.eos_token_id = None
-    said = theirs.generate(
+    generated = theirs.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=17, do_sample=False, pad_token_id=0
     )
-    assert hw.greedy_decode(hw.load(tmp_path), prompt, max_new_tokens=17) == said[:, 3:].tolist()
+    assert hw.greedy_decode(hw.load(tmp_path), prompt, max_new_tokens=17) == generated[:, 3:].tolist()
 
 
 # --- and back ------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_greedy_generation_is_token_for_token_the_same(name: str, tmp_path: Path
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_was_read_is_written_as_it_was(name: str, tmp_path: Path):
     """Every tensor to the bit, under its name; and the config says the same model to transformers."""
-    theirs = made(name, tmp_path / "theirs")
+    theirs = saved_model(name, tmp_path / "theirs")
     hw.export(hw.load(tmp_path / "theirs"), tmp_path / "ours")
     one, two = (safetensors.torch.load_file(tmp_path / who / "model.safetensors") for who in ("theirs", "ours"))
     assert set(one) == set(two)
@@ -203,16 +203,16 @@ def test_a_model_of_ours_is_read_by_transformers(form: str, tmp_path: Path):
     for p in net.parameters():
         p.copy_(p + 0.3 * torch.randn(p.shape))
     hw.export(net, out, max_length=None if form == "gpt2" else 77)
-    held = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert sorted(held) == ["config.json", "model.safetensors"]
-    assert not any(word in data for data in held.values() for word in (b"headwise", b"auto_map"))
+    tensors = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert sorted(tensors) == ["config.json", "model.safetensors"]
+    assert not any(word in data for data in tensors.values() for word in (b"headwise", b"auto_map"))
     theirs = tf.AutoModelForCausalLM.from_pretrained(out).eval()
     assert theirs.config.model_type == form
     assert theirs.config.max_position_embeddings == (23 if form == "gpt2" else 77)
     check_same(net, theirs)
     prompt = ids(3)
-    said = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False)
-    assert said[:, 3:].tolist() == hw.greedy_decode(net, prompt, max_new_tokens=9)
+    generated = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False)
+    assert generated[:, 3:].tolist() == hw.greedy_decode(net, prompt, max_new_tokens=9)
 
 
 def check_same(net: hw.Transformer, theirs: nn.Module) -> None:
@@ -253,9 +253,9 @@ def test_transformers_makes_no_tokenizer_of_its_own(tmp_path: Path):
         assert theirs(text).input_ids == [1, *reference_tokenize(pieces, text)]
 
 
-def test_what_a_folder_says_of_use_is_read(tmp_path: Path):
+def test_usage_settings_of_a_folder_are_read(tmp_path: Path):
     """Ids around a text as the tokenizer puts them, what begins and ends an answer, the mask, the names of classes."""
-    made("bert-classes", tmp_path)
+    saved_model("bert-classes", tmp_path)
     words = {word: n for n, word in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"))}
     tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
     tokenizer.post_processor = TemplateProcessing("[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
@@ -268,7 +268,7 @@ def test_what_a_folder_says_of_use_is_read(tmp_path: Path):
     usage = hw.load(tmp_path).usage
     assert (usage.before, usage.behind, usage.mask, usage.end) == ((2,), (3,), 4, ())
     assert usage.labels == tuple(f"class {n}" for n in range(5))
-    made("t5", tmp_path / "t5")
+    saved_model("t5", tmp_path / "t5")
     (tmp_path / "t5" / "generation_config.json").write_text(
         '{"decoder_start_token_id": 0, "eos_token_id": [1, 36, 37]}'
     )

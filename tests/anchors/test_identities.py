@@ -14,10 +14,10 @@ from support.layer_cases import base, check_close
 
 def plain(layer: hw.Attention, spec, **renamed: str) -> hw.Attention:
     """A layer of another spec with this one's weights, by name or renamed."""
-    twin = hw.Attention(spec).double().eval()
-    held = layer.state_dict()
-    twin.load_state_dict({key: held[renamed.get(key, key)] for key in twin.state_dict()})
-    return twin
+    other = hw.Attention(spec).double().eval()
+    state = layer.state_dict()
+    other.load_state_dict({key: state[renamed.get(key, key)] for key in other.state_dict()})
+    return other
 
 
 def check_same(spec, usual, x, change=None) -> None:
@@ -52,8 +52,8 @@ def test_dynamic_heads_as_published(on):
     spec = base(modifiers=(hw.Dynamic(on=on, rank=2, static="full"),))
     layer = cases.layer(spec)
     p, place = layer.dynamic, "scores" if on == "scores" else "weights"
-    seen, usual = hw.Probe(place), hw.Probe(place)
-    layer(X, probe=seen)
+    probe, usual = hw.Probe(place), hw.Probe(place)
+    layer(X, probe=probe)
     plain(layer, base())(X, probe=usual)
     t, s, b = 4, 2, 1
     a = usual.tensors[place][b, :, t, s]
@@ -64,7 +64,7 @@ def test_dynamic_heads_as_published(on):
         w1 = w1 / (w1.square().mean(-1, keepdim=True) + 1e-6).sqrt()
         w2 = (p[f"{side}_target"] @ u).view(2, 6)
         mixed = mixed + (w1 @ a) @ w2 + a * torch.tanh(p[f"{side}_gate"] @ x)
-    check_close(seen.tensors[place][b, :, t, s], mixed)
+    check_close(probe.tensors[place][b, :, t, s], mixed)
 
 
 def test_overlapping_heads_without_overlap():
@@ -82,10 +82,10 @@ def test_overlapping_queries_and_keys_are_collaborative_ones_with_a_banded_mixin
         shared.project["k"].copy_(wide.project["k"])
         shared.project["mixing"].copy_(torch.stack(band))
         shared.project["content"].zero_()
-    seen = hw.Probe("scores"), hw.Probe("scores")
-    for layer, probe in zip((wide, shared), seen, strict=True):
+    arguments = hw.Probe("scores"), hw.Probe("scores")
+    for layer, probe in zip((wide, shared), arguments, strict=True):
         layer(X, probe=probe)
-    check_close(seen[0].tensors["scores"], seen[1].tensors["scores"])
+    check_close(arguments[0].tensors["scores"], arguments[1].tensors["scores"])
 
 
 def test_collaborative_heads_of_full_width_with_blocks_and_the_query_bias():
@@ -109,8 +109,8 @@ def test_differential_heads_that_subtract_nothing():
         for name in ("b1", "b2"):
             layer.differential[name].zero_()  # lambda is what it starts from
     start = hw.Differential().initial_lambda
-    seen = hw.Probe("heads")
-    layer(X, probe=seen)
+    probe = hw.Probe("heads")
+    layer(X, probe=probe)
     rows = hw.Attention(hw.design(model=10, heads=6, dim=4)).double()
     assert rows.spec.heads.q == spec.heads.q == 6
     q, k, v = (torch.nn.functional.linear(X, layer.project[n]) for n in "qkv")
@@ -119,7 +119,7 @@ def test_differential_heads_that_subtract_nothing():
     pair = weights[:, ::2] - start * weights[:, 1::2]
     o = torch.einsum("bhts,bshv->bthv", pair, v.view(3, 7, 3, 8))
     normed = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.differential["norm"] * (1 - start)
-    check_close(seen.tensors["heads"], normed)
+    check_close(probe.tensors["heads"], normed)
 
 
 def test_a_sink_that_takes_nothing():
@@ -142,10 +142,10 @@ def test_routing_sets_its_balance_once():
     layer = cases.layer(base(modifiers=(hw.Routed(always=2, active=3),)))
     with torch.no_grad():
         layer.routed["router"].zero_()
-    ledger = hw.AuxLosses()
+    aux_losses = hw.AuxLosses()
     for _ in range(2):
-        layer(X, probe=hw.Probe(aux_losses=ledger))
-    assert ledger.total("balance").item() == pytest.approx(3.0)  # at uniform routing the code's value is K
+        layer(X, probe=hw.Probe(aux_losses=aux_losses))
+    assert aux_losses.total("balance").item() == pytest.approx(3.0)  # at uniform routing the code's value is K
 
 
 def test_routing_leaves_padding_out_of_its_balance():
@@ -160,9 +160,9 @@ def test_routing_leaves_padding_out_of_its_balance():
 def test_grouped_heads_are_repeated_ones(kv):
     layer = cases.layer(base(kv=kv, vdim=5, pattern="causal()", modifiers=(hw.Rotary(),)))
     wide, weights = head_axis_ops.split_kv_heads(layer.spec, layer.state_dict())
-    twin = hw.Attention(wide).double()
-    twin.load_state_dict(weights)
-    check_close(twin(X), layer(X))
+    other = hw.Attention(wide).double()
+    other.load_state_dict(weights)
+    check_close(other(X), layer(X))
 
 
 def test_latent_forms_are_one_function():
@@ -176,12 +176,12 @@ def test_latent_forms_are_one_function():
 
 def test_the_temperature_of_unit_vectors():
     spec = base(similarity=hw.Dot(scale=1.0), modifiers=(hw.QKNorm(kind="l2"),))
-    seen = hw.Probe("scores")
+    probe = hw.Probe("scores")
     layer = cases.layer(spec)
     with torch.no_grad():
         layer.qk_norm["temperature"].fill_(7.0)
-    layer(X, probe=seen)
-    assert seen.tensors["scores"].abs().max() <= 7.0 + 1e-9
+    layer(X, probe=probe)
+    assert probe.tensors["scores"].abs().max() <= 7.0 + 1e-9
 
 
 SIZES = {
@@ -217,8 +217,8 @@ SIZES = {
 
 @pytest.mark.parametrize("name", SIZES)
 def test_published_sizes(name):
-    size, made = SIZES[name]
-    assert costs.count_parameters(made()) == size
+    size, values = SIZES[name]
+    assert costs.count_parameters(values()) == size
 
 
 CACHES = {
@@ -234,5 +234,5 @@ CACHES = {
 
 @pytest.mark.parametrize("name", CACHES)
 def test_published_caches(name):
-    size, made = CACHES[name]
-    assert costs.cached_numbers_per_token(made()) == size
+    size, values = CACHES[name]
+    assert costs.cached_numbers_per_token(values()) == size

@@ -20,10 +20,10 @@ EXACT = 1e-13
 
 @pytest.mark.parametrize("knocking", [hw.Knocking(sides="qkv"), hw.Knocking(kind="mlp")], ids=str)
 def test_a_fresh_layer_is_plain_attention(knocking: hw.Knocking):
-    said: dict[str, Any] = {"kv": 2, "vdim": 5, "pattern": "causal()", "bias": "qkvo"}
-    fresh = hw.Attention(cases.base(modifiers=(knocking,), **said)).double()
-    plain = hw.Attention(cases.base(**said)).double()
-    plain.load_state_dict({name: held for name, held in fresh.state_dict().items() if "knocking" not in name})
+    options: dict[str, Any] = {"kv": 2, "vdim": 5, "pattern": "causal()", "bias": "qkvo"}
+    fresh = hw.Attention(cases.base(modifiers=(knocking,), **options)).double()
+    plain = hw.Attention(cases.base(**options)).double()
+    plain.load_state_dict({name: tensor for name, tensor in fresh.state_dict().items() if "knocking" not in name})
     assert torch.equal(fresh(X), plain(X))
 
 
@@ -102,13 +102,13 @@ FOLDED: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, str]]] = {
 @pytest.mark.parametrize("bias", ["", "qkvo"])
 @pytest.mark.parametrize("case", FOLDED)
 def test_folded_is_unfolded(case: str, bias: str):
-    said, left, stayed = FOLDED[case]
-    layer = cases.layer(cases.base(**({"kv": 2, "vdim": 5, "bias": bias} | said)))
+    options, left, stayed = FOLDED[case]
+    layer = cases.layer(cases.base(**({"kv": 2, "vdim": 5, "bias": bias} | options)))
     folded = hw.fold_qk_transforms(layer.spec, layer.state_dict())
     assert (folded.spec.modifiers, folded.reasons_kept) == (left, stayed)
-    twin = hw.Attention(folded.spec).double()
-    twin.load_state_dict(folded.weights)
-    assert far(twin(X), layer(X).detach().numpy()) < 1e-12
+    other = hw.Attention(folded.spec).double()
+    other.load_state_dict(folded.weights)
+    assert far(other(X), layer(X).detach().numpy()) < 1e-12
     cut = hw.nn.head_axis_ops.keep_heads(*folded[:2], [1])
     assert cut[0].modifiers == left
 
@@ -118,7 +118,7 @@ def test_nothing_to_fold_is_left_as_it_is():
     folded = hw.fold_qk_transforms(layer.spec, layer.state_dict())
     assert folded.spec == layer.spec
     assert list(folded.weights) == list(layer.state_dict())
-    assert all(torch.equal(held, layer.state_dict()[name]) for name, held in folded.weights.items())
+    assert all(torch.equal(weight, layer.state_dict()[name]) for name, weight in folded.weights.items())
 
 
 def test_a_bias_behind_a_folded_matrix_can_go_too():
@@ -130,9 +130,9 @@ def test_a_bias_behind_a_folded_matrix_can_go_too():
         cases.base(vdim=5, project=hw.Direct(bias="q"), merge=hw.Concat(bias="o")),
         {},
     )
-    twin = hw.Attention(bare.spec).double()
-    twin.load_state_dict(bare.weights)
-    assert far(twin(X), layer(X).detach().numpy()) < 1e-12
+    other = hw.Attention(bare.spec).double()
+    other.load_state_dict(bare.weights)
+    assert far(other(X), layer(X).detach().numpy()) < 1e-12
 
 
 @pytest.mark.parametrize("project", [hw.Values(bias="v"), hw.Collaborative(width=9)], ids=repr)
@@ -140,9 +140,9 @@ def test_values_are_knocked_whatever_compares(project: hw.Project):
     """And where all it does is linear, it does not matter whether values or what is read of them meet it."""
     layer = cases.layer(cases.base(project=project, modifiers=(hw.Knocking(),), kv=2, vdim=5))
     plain = hw.Attention(cases.base(project=project, kv=2, vdim=5)).double()
-    held = layer.state_dict()
-    plain.load_state_dict({name: weight for name, weight in held.items() if "knocking" not in name})
-    assert far(layer.head_outputs(X), (plain.head_outputs(X) @ held["knocking.v"].T).detach().numpy()) < EXACT
+    state = layer.state_dict()
+    plain.load_state_dict({name: weight for name, weight in state.items() if "knocking" not in name})
+    assert far(layer.head_outputs(X), (plain.head_outputs(X) @ state["knocking.v"].T).detach().numpy()) < EXACT
     assert torch_flops(layer, X) == costs.counted_flops(layer.spec, hw.CallSize(3, 7, 7, 7))
 
 
@@ -150,7 +150,7 @@ def test_values_are_knocked_whatever_compares(project: hw.Project):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said", "words"),
+    ("fields", "options", "words"),
     [
         ({"kind": "conv"}, {}, r"kind='conv'\) is unknown; use 'linear' or 'mlp'"),
         ({"sides": "qo"}, {}, r"sides='qo'.*name each of q, k and v at most once"),
@@ -166,6 +166,6 @@ def test_values_are_knocked_whatever_compares(project: hw.Project):
         ({}, {"project": hw.Overlapping()}, r"Overlapping.*use project Direct\(\)"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(fields: dict[str, Any], said: dict[str, Any], words: str):
+def test_what_cannot_be_meant_is_refused(fields: dict[str, Any], options: dict[str, Any], words: str):
     with pytest.raises(hw.SpecError, match=words):
-        cases.base(modifiers=(hw.Knocking(**fields),), **said)
+        cases.base(modifiers=(hw.Knocking(**fields),), **options)

@@ -41,13 +41,13 @@ def test_synthesizers_by_their_formulas(kind, project):
     layer = cases.layer(base(project=project, modifiers=(KINDS[kind],), pattern="causal"))
     w = {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
     x, _ = cases.tensors(layer.spec)
-    told, places = x.numpy(), PLACES[0].numpy()
-    s = rows(kind, w, told, places)[..., places]
+    result, places = x.numpy(), PLACES[0].numpy()
+    s = rows(kind, w, result, places)[..., places]
     if project == hw.Direct():
-        q, k = (np.einsum("btd,hkd->hbtk", told, w[f"project.{side}"].reshape(6, 4, 10)) for side in "qk")
+        q, k = (np.einsum("btd,hkd->hbtk", result, w[f"project.{side}"].reshape(6, 4, 10)) for side in "qk")
         s = s + q @ k.transpose(0, 1, 3, 2) / 2
     e = np.where(np.tril(np.ones((7, 7), bool)), np.exp(s - s.max(-1, keepdims=True)), 0.0)
-    o = e / e.sum(-1, keepdims=True) @ np.einsum("btd,hvd->hbtv", told, w["project.v"].reshape(6, 4, 10))
+    o = e / e.sum(-1, keepdims=True) @ np.einsum("btd,hvd->hbtv", result, w["project.v"].reshape(6, 4, 10))
     y = np.moveaxis(o, 0, 2).reshape(3, 7, 24) @ w["output.o"].T
     check_close(layer(x, sequence=hw.SequenceInfo(PLACES, torch.zeros_like(PLACES))), torch.from_numpy(y))
 
@@ -86,15 +86,17 @@ def test_the_papers_sizes():
 # --- what it does not know -----------------------------------------------------------------------------
 
 
-def learned(**said) -> hw.Attention:
+def learned(**options) -> hw.Attention:
     """A layer that knows seven positions."""
-    return cases.layer(base(**({"modifiers": (hw.Learned(length=7),), "pattern": "causal"} | said)))
+    return cases.layer(base(**({"modifiers": (hw.Learned(length=7),), "pattern": "causal"} | options)))
 
 
 def test_input_beyond_the_table_is_refused():
     layer, x = learned(), torch.randn(3, 8, 10, dtype=torch.float64)
-    said = r"Learned\(length=7\) knows no position 7, its last one is 6; give it a length of 8, or give shorter input"
-    with pytest.raises(ValueError, match=said):
+    message = (
+        r"Learned\(length=7\) knows no position 7, its last one is 6; give it a length of 8, or give shorter input"
+    )
+    with pytest.raises(ValueError, match=message):
         layer(x)
     assert layer(x[:, :7]).isfinite().all()
     assert layer(x[:, :0]).shape == (3, 0, 10)
@@ -144,8 +146,8 @@ def test_a_source_beyond_the_table_is_refused():
     for call in (lambda: layer.project_source(z), lambda: layer(x, source=z)):
         with pytest.raises(ValueError, match="knows no position 7"):
             call()
-    kept = layer.project_source(z, sequence=hw.SequenceInfo.from_batch(z, lengths=[7, 3, 1]))
-    check_close(layer(x, source=kept)[1], layer(x[1:2], source=z[1:2, :3])[0])
+    sequence = layer.project_source(z, sequence=hw.SequenceInfo.from_batch(z, lengths=[7, 3, 1]))
+    check_close(layer(x, source=sequence)[1], layer(x[1:2], source=z[1:2, :3])[0])
 
 
 @pytest.mark.compile
@@ -161,7 +163,7 @@ def test_a_compiled_call_refuses_what_it_knows_without_asking():
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("part", "message"),
     [
         (hw.Learned(length=0), r"length=0\) has no positions; use at least 1"),
         (hw.Learned(length=5, kind="sparse"), "'sparse'.* is unknown; use 'random', 'factorised' or 'dense'"),
@@ -169,6 +171,6 @@ def test_a_compiled_call_refuses_what_it_knows_without_asking():
         (hw.Learned(length=5, kind="factorised", rank=0), "rank=0.* must be at least 1"),
     ],
 )
-def test_tables_that_cannot_be(part, said):
-    with pytest.raises(hw.SpecError, match=said):
+def test_tables_that_cannot_be(part, message):
+    with pytest.raises(hw.SpecError, match=message):
         replace(base(), modifiers=(part,))

@@ -8,7 +8,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headwise as hw
-from anchors.hf import Site, drawn, linear
+from anchors.hf import Site, linear, randomised
 
 B, T, LAYERS = 3, 12, 2
 WINDOWS = (4, 6)  # of each layer: their number leaves the query's own key out and is even
@@ -39,7 +39,7 @@ def longformer() -> nn.Module:
         attention_window=list(WINDOWS),
         attn_implementation="eager",
     )
-    return drawn(tf.LongformerModel(config))
+    return randomised(tf.LongformerModel(config))
 
 
 def site(attention: nn.Module, window: int) -> Site:
@@ -60,14 +60,14 @@ def block(site: Site) -> hw.LongformerAttention:
     return ours
 
 
-def asked(pad: str) -> tuple[dict[str, Tensor], hw.SequenceInfo]:
+def padded_inputs(pad: str) -> tuple[dict[str, Tensor], hw.SequenceInfo]:
     """What their model is given, and our tokens."""
     x = torch.zeros(B, T)
     tokens = hw.SequenceInfo.from_batch(x) if pad == "none" else hw.SequenceInfo.from_batch(x, lengths=LENGTHS, pad=pad)
     live, position = tokens.is_real.expand(B, -1), tokens.position.expand(B, -1)
     chosen = torch.isin(position, torch.tensor(GLOBALS)) & live
-    given = {"input_ids": torch.randint(2, 37, (B, T)), "attention_mask": live.long()}
-    return given | {"global_attention_mask": chosen.long()}, tokens
+    options = {"input_ids": torch.randint(2, 37, (B, T)), "attention_mask": live.long()}
+    return options | {"global_attention_mask": chosen.long()}, tokens
 
 
 @pytest.mark.parametrize("pad", ["none", "right", "left"])
@@ -76,8 +76,8 @@ def test_layers_agree(pad: str, record_property):
     model = longformer()
     sites = [site(layer.attention, window) for layer, window in zip(model.encoder.layer, WINDOWS, strict=True)]
     hooks = [hook for each in sites for hook in each.hooks()]
-    given, tokens = asked(pad)
-    model(**given)
+    options, tokens = padded_inputs(pad)
+    model(**options)
     for hook in hooks:
         hook.remove()
     live, worst = tokens.is_real.expand(B, -1), 0.0
@@ -95,7 +95,7 @@ def test_the_two_sets_of_projections_differ():
     ours, x = block(each), torch.randn(B, T, 15, dtype=torch.float64)
     plain = hw.Attention(each.spec).double()
     plain.load_state_dict(ours.local.state_dict())
-    apart = (ours(x) - plain(x)).abs().amax((0, 2))
-    assert (apart[list(GLOBALS)] > 0.1).all()
+    distance = (ours(x) - plain(x)).abs().amax((0, 2))
+    assert (distance[list(GLOBALS)] > 0.1).all()
     others = [t for t in range(T) if t not in GLOBALS]
-    assert (apart[others] == 0).all()
+    assert (distance[others] == 0).all()

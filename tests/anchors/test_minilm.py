@@ -42,8 +42,8 @@ def test_rows_are_its_own(model: nn.Module, folder: Path):
     ids = torch.tensor([[max(one, 0) for one in row.ids] for row in trace.streams["text"]])
     live = torch.tensor([[int(one >= 0) for one in row.ids] for row in trace.streams["text"]])
     with torch.no_grad():
-        said = eager(input_ids=ids, attention_mask=live, output_attentions=True)
-    for layer, weights in enumerate(said.attentions):
+        outputs = eager(input_ids=ids, attention_mask=live, output_attentions=True)
+    for layer, weights in enumerate(outputs.attentions):
         for row, count in enumerate(lengths):
             for head in range(12):
                 own = weights[row, head, :count].numpy()

@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 WRITERS = [name for name in MODELS if name not in ("bert", "bert-classifier", "vit", "t5-gated", "deepseek_v3")]
 
 
-def made(name: str) -> tuple[Any, hw.model_spec.ModelSpec]:
+def build_models(name: str) -> tuple[Any, hw.model_spec.ModelSpec]:
     """Their model, and ours off its config."""
     stem, task, sizes = MODELS[name]
     torch.manual_seed(0)
@@ -64,7 +64,7 @@ def made(name: str) -> tuple[Any, hw.model_spec.ModelSpec]:
     return net, families.read_model_spec(net.config.to_dict() | {"architectures": [stem + task]})
 
 
-def told(net: Any) -> dict[str, Any]:
+def model_inputs(net: Any) -> dict[str, Any]:
     """What it reads."""
     if net.config.model_type == "vit":
         return {"pixel_values": torch.randn(BATCH, 3, 12, 8)}
@@ -79,9 +79,9 @@ def priced(model: hw.model_spec.ModelSpec, **load: int) -> CostEstimate:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training_is_counted_as_torch_counts_it(name):
-    net, model = made(name)
+    net, model = build_models(name)
     with FlopCounterMode(display=False) as counter:
-        logits = net(**told(net)).logits
+        logits = net(**model_inputs(net)).logits
         ahead = counter.get_total_flops()
         logits.sum().backward()
     one = priced(model)
@@ -92,7 +92,7 @@ def test_training_is_counted_as_torch_counts_it(name):
 
 def written(net: Any) -> int:
     """FLOPs of their whole generation, greedy."""
-    read = told(net)["input_ids"]
+    read = model_inputs(net)["input_ids"]
     how = {"min_new_tokens": WRITTEN, "max_new_tokens": WRITTEN, "do_sample": False, "pad_token_id": 0}
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         net.eval().generate(read, num_beams=1, forced_eos_token_id=None, **how)
@@ -102,14 +102,14 @@ def written(net: Any) -> int:
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_generation_is_counted_as_torch_counts_it(name):
     """The prompt once, its last token scored; then one step for every token but the last, rings in their windows."""
-    net, model = made(name)
+    net, model = build_models(name)
     one = priced(model, generate=WRITTEN, context=1 if net.config.is_encoder_decoder else TOKENS)
     assert one.counted_flops["generate"] == written(net)
 
 
 def test_latents_are_expanded_there():
     """Both keep latents; in every step transformers makes keys and values of all, ours reads them as they are."""
-    net, model = made("deepseek_v3")
+    net, model = build_models("deepseek_v3")
     one = priced(model, generate=WRITTEN)
     heads, dim, rope, vdim, rank = 6, 6, 4, 5, 12
     steps, read = WRITTEN - 1, sum(range(TOKENS + 1, TOKENS + WRITTEN))

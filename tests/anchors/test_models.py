@@ -11,8 +11,8 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headwise as hw
-from anchors.hf import drawn
-from anchors.hf_whole import MODELS, ROTARY, VOCABULARY, made, mapped
+from anchors.hf import randomised
+from anchors.hf_whole import MODELS, ROTARY, VOCABULARY, build_pair, mapped
 from headwise.model_spec import (
     BlockSpec,
     EmbeddingSpec,
@@ -53,7 +53,7 @@ def padded(count: int, pad: str) -> tuple[hw.SequenceInfo, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "vit"])
 def test_logits_agree(name: str, tmp_path: Path):
-    theirs, ours = made(name, tmp_path)
+    theirs, ours = build_pair(name, tmp_path)
     x = ids(T)
     if name in PAIRS:
         source = ids(S)
@@ -68,7 +68,7 @@ def test_logits_agree(name: str, tmp_path: Path):
 
 def test_an_image_is_classified_alike(tmp_path: Path):
     """11 x 9 pixels are 3 x 3 patches of 3 x 3; two rows are left out."""
-    theirs, ours = made("vit", tmp_path)
+    theirs, ours = build_pair("vit", tmp_path)
     pixels = torch.randn(B, 2, 11, 9, dtype=torch.float64)
     check_close(ours(pixels), theirs(pixels).logits, "vit")
 
@@ -77,14 +77,14 @@ def test_an_image_is_classified_alike(tmp_path: Path):
 @pytest.mark.parametrize("name", ["gpt2", "bert-masked", "bert-classes", "t5", "bart"])
 def test_padding_changes_nothing(name: str, pad: str, tmp_path: Path):
     """BART counts padding among positions, and so agrees on the right only; BERT's are handed over."""
-    theirs, ours = made(name, tmp_path)
+    theirs, ours = build_pair(name, tmp_path)
     x, (at, mask) = ids(T), padded(T, pad)
     if name in PAIRS:
-        (told, hidden), source = padded(S, "right" if name == "bart" else pad), ids(S)
+        (result, hidden), source = padded(S, "right" if name == "bart" else pad), ids(S)
         at = hw.SequenceInfo.from_batch(x, lengths=LENGTHS[T], pad="right" if name == "bart" else pad)
-        given: dict[str, Any] = {"input_ids": source, "decoder_input_ids": x} | hidden
-        expected = theirs(**given, decoder_attention_mask=at.is_real.long()).logits
-        got = ours(x, sequence=at, source=source, source_sequence=told)
+        options: dict[str, Any] = {"input_ids": source, "decoder_input_ids": x} | hidden
+        expected = theirs(**options, decoder_attention_mask=at.is_real.long()).logits
+        got = ours(x, sequence=at, source=source, source_sequence=result)
     elif name == "bert-classes" and pad == "left":
         rows = [x[row : row + 1, T - length :] for row, length in enumerate(LENGTHS[T])]  # theirs reads place 0
         expected, got = torch.cat([theirs(input_ids=row).logits for row in rows]), ours(x, sequence=at)
@@ -96,26 +96,26 @@ def test_padding_changes_nothing(name: str, pad: str, tmp_path: Path):
 
 
 def test_types_of_tokens_agree(tmp_path: Path):
-    theirs, ours = made("bert-masked", tmp_path)
+    theirs, ours = build_pair("bert-masked", tmp_path)
     x, types = ids(T), torch.randint(0, 2, (B, T))
     got = ours(hw.models.TokenTypeInput(x, types))
     check_close(got, theirs(input_ids=x, token_type_ids=types).logits, "bert")
     assert not torch.allclose(got, ours(x))
 
 
-def likeliest(model: nn.Module, count: int, **given: Tensor) -> list[list[int]]:
+def likeliest(model: nn.Module, count: int, **options: Tensor) -> list[list[int]]:
     """Without any cache: the whole sequence anew for every token."""
-    grows = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
-    first = given[grows].shape[1]
+    grows = "decoder_input_ids" if "decoder_input_ids" in options else "input_ids"
+    first = options[grows].shape[1]
     for _ in range(count):
-        best = model(**given, use_cache=False).logits[:, -1:].argmax(-1)
-        given[grows] = torch.cat([given[grows], best], 1)
-    return given[grows][:, first:].tolist()
+        best = model(**options, use_cache=False).logits[:, -1:].argmax(-1)
+        options[grows] = torch.cat([options[grows], best], 1)
+    return options[grows][:, first:].tolist()
 
 
 @pytest.mark.parametrize("name", DECODED)
 def test_greedy_decoding_agrees(name: str, tmp_path: Path):
-    theirs, ours = made(name, tmp_path)
+    theirs, ours = build_pair(name, tmp_path)
     prompt, source = ids(3), ids(S)
     if name in PAIRS:
         expected = likeliest(theirs, 9, input_ids=source, decoder_input_ids=prompt)
@@ -124,10 +124,10 @@ def test_greedy_decoding_agrees(name: str, tmp_path: Path):
     expected = likeliest(theirs, 9, input_ids=prompt)
     assert hw.greedy_decode(ours, prompt, max_new_tokens=9) == expected
     theirs.generation_config.eos_token_id = None
-    said = theirs.generate(
+    generated = theirs.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False, pad_token_id=0
     )
-    assert said[:, 3:].tolist() == expected
+    assert generated[:, 3:].tolist() == expected
 
 
 # --- torch's own layers, and a block in parallel --------------------------------------------------------
@@ -137,27 +137,30 @@ NORM_FIRST = {"pre": True, "post": False}
 
 def of_torch(layer: nn.Module, norms: dict[str, str]) -> dict[str, Tensor]:
     """One layer of torch under our names."""
-    held = {}
+    recorded = {}
     for name, ours in (("self_attn", "attention"), ("multihead_attn", "cross")):
         if name in dict(layer.named_children()):
             attention = getattr(layer, name)
             for side, weight, bias in zip(
                 "qkv", attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3), strict=True
             ):
-                held |= {f"{ours}.project.{side}": weight, f"{ours}.project.{side}_bias": bias}
-            held |= {f"{ours}.output.o": attention.out_proj.weight, f"{ours}.output.o_bias": attention.out_proj.bias}
+                recorded |= {f"{ours}.project.{side}": weight, f"{ours}.project.{side}_bias": bias}
+            recorded |= {
+                f"{ours}.output.o": attention.out_proj.weight,
+                f"{ours}.output.o_bias": attention.out_proj.bias,
+            }
     for name, ours in (("linear1", "feed.up"), ("linear2", "feed.down")):
-        held |= {ours: getattr(layer, name).weight, f"{ours}_bias": getattr(layer, name).bias}
+        recorded |= {ours: getattr(layer, name).weight, f"{ours}_bias": getattr(layer, name).bias}
     for name, ours in norms.items():
-        held |= {f"{ours}.weight": getattr(layer, name).weight, f"{ours}.bias": getattr(layer, name).bias}
-    return held
+        recorded |= {f"{ours}.weight": getattr(layer, name).weight, f"{ours}.bias": getattr(layer, name).bias}
+    return recorded
 
 
 @pytest.mark.parametrize("placement", NORM_FIRST)
 def test_layers_of_torch_agree(placement: str):
-    said: dict[str, Any] = {"d_model": 15, "nhead": 3, "dim_feedforward": 19, "activation": "gelu"}
-    said |= {"batch_first": True, "norm_first": NORM_FIRST[placement], "layer_norm_eps": 1e-3}
-    theirs = [drawn(nn.TransformerEncoderLayer(**said)), drawn(nn.TransformerDecoderLayer(**said))]
+    options: dict[str, Any] = {"d_model": 15, "nhead": 3, "dim_feedforward": 19, "activation": "gelu"}
+    options |= {"batch_first": True, "norm_first": NORM_FIRST[placement], "layer_norm_eps": 1e-3}
+    theirs = [randomised(nn.TransformerEncoderLayer(**options)), randomised(nn.TransformerDecoderLayer(**options))]
     every, past = (hw.design(model=15, heads=3, bias="qkvo", pattern=pattern) for pattern in ("full()", "causal()"))
     rest: dict[str, Any] = {
         "feed": FeedForwardSpec(19, "gelu", bias="ud"),
@@ -171,17 +174,17 @@ def test_layers_of_torch_agree(placement: str):
     ours = hw.build(ModelSpec("torch", "encoder-decoder", stacks)).double().eval()
     norms = [["attention_norm", "feed_norm"], ["attention_norm", "cross_norm", "feed_norm"]]
     for stack, layer, own in zip(("encoder", "decoder"), theirs, norms, strict=True):
-        held = of_torch(layer, {f"norm{n}": name for n, name in enumerate(own, 1)})
-        ours.get_submodule(f"{stack}.0").load_state_dict(held)
+        stored = of_torch(layer, {f"norm{n}": name for n, name in enumerate(own, 1)})
+        ours.get_submodule(f"{stack}.0").load_state_dict(stored)
     source, x = (torch.randn(B, count, 15, dtype=torch.float64) for count in (S, T))
-    (told, hidden), (at, mask) = padded(S, "left"), padded(T, "right")
-    dead = {name: ~given["attention_mask"].bool() for name, given in (("source", hidden), ("x", mask))}
+    (result, hidden), (at, mask) = padded(S, "left"), padded(T, "right")
+    dead = {name: ~value["attention_mask"].bool() for name, value in (("source", hidden), ("x", mask))}
     memory = theirs[0](source, src_key_padding_mask=dead["source"])
     blind = torch.ones(T, T, dtype=torch.bool).triu(1)
     expected = theirs[1](
         x, memory, tgt_mask=blind, tgt_key_padding_mask=dead["x"], memory_key_padding_mask=dead["source"]
     )
-    got = ours(x, sequence=at, source=source, source_sequence=told)
+    got = ours(x, sequence=at, source=source, source_sequence=result)
     check_close(got[at.is_real], expected[at.is_real], "torch")
 
 
@@ -190,7 +193,7 @@ def test_a_parallel_block_is_that_of_gptj():
     config = tf.GPTJConfig(
         n_embd=24, n_head=3, n_layer=2, n_inner=19, rotary_dim=4, vocab_size=VOCABULARY, attn_implementation="eager"
     )
-    theirs = drawn(tf.GPTJForCausalLM(config))
+    theirs = randomised(tf.GPTJForCausalLM(config))
     spec = hw.design(model=24, heads=3, pattern="causal()", modifiers=(hw.Rotary(pairs="interleaved", dims=4),))
     block = BlockSpec(spec, feed=FeedForwardSpec(19, "gelu_tanh", bias="ud"), placement="parallel")
     stack = StackSpec.from_blocks("decoder", 24, [block] * 2, embedding=EmbeddingSpec(VOCABULARY), norm=NormSpec())

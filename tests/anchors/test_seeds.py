@@ -40,9 +40,9 @@ def adopted(spec: hw.AttentionSpec, backend: str | None = None, **weights: nn.Mo
     return layer
 
 
-def of_four(theirs: nn.Module, backend: str | None = None, **said: object) -> hw.Attention:
+def of_four(theirs: nn.Module, backend: str | None = None, **options: object) -> hw.Attention:
     """Our layer with the four linear maps of their MultiHeadedAttention."""
-    spec = hw.design(model=MODEL, heads=HEADS, bias="qkvo", **said)
+    spec = hw.design(model=MODEL, heads=HEADS, bias="qkvo", **options)
     return adopted(spec, backend, **dict(zip("qkvo", theirs.linears, strict=True)))
 
 
@@ -64,8 +64,8 @@ def test_projections(qkv_bias: bool):
     layer = adopted(spec, q=theirs.query, k=theirs.key, v=theirs.value)
     x, probe = numbers(BATCH, TOKENS, MODEL), hw.Probe("q", "k", "v")
     layer(x, probe=probe)
-    for letter, wanted in zip("qkv", theirs(x), strict=True):
-        check_close(probe.tensors[letter].flatten(2), wanted)
+    for letter, expected in zip("qkv", theirs(x), strict=True):
+        check_close(probe.tensors[letter].flatten(2), expected)
     counted = sum(parameter.numel() for parameter in theirs.parameters())
     assert hw.costs.count_parameters(spec) - MODEL * HEADS * 5 == counted
 
@@ -132,25 +132,25 @@ def test_multi_headed_attention_under_any_mask():
     x, z, mask = numbers(BATCH, TOKENS, MODEL), numbers(BATCH, SOURCE, MODEL), holed(BATCH, TOKENS, SOURCE)
     layer, probe = of_four(theirs), hw.Probe("weights", "heads")
     with torch.no_grad():
-        ours, wanted = layer(x, source=z, mask=mask[:, None], probe=probe), theirs(x, z, z, mask)
-    seen = mask.any(-1)
-    check_close(ours[seen], wanted[seen])
-    check_close(probe.tensors["weights"].transpose(1, 2)[seen], theirs.weights.transpose(1, 2)[seen])
-    check_blind(layer, theirs, ours, wanted, probe.tensors["heads"], seen, z)
+        ours, expected = layer(x, source=z, mask=mask[:, None], probe=probe), theirs(x, z, z, mask)
+    visible = mask.any(-1)
+    check_close(ours[visible], expected[visible])
+    check_close(probe.tensors["weights"].transpose(1, 2)[visible], theirs.weights.transpose(1, 2)[visible])
+    check_blind(layer, theirs, ours, expected, probe.tensors["heads"], visible, z)
 
 
 def check_blind(
-    layer: hw.Attention, theirs: nn.Module, ours: Tensor, wanted: Tensor, heads: Tensor, seen: Tensor, z: Tensor
+    layer: hw.Attention, theirs: nn.Module, ours: Tensor, expected: Tensor, heads: Tensor, recorded: Tensor, z: Tensor
 ) -> None:
     """A query without a visible key: theirs is the mean of all forbidden values, ours nothing but the bias."""
-    assert not seen.all()
-    assert (heads[~seen] == 0).all()
+    assert not recorded.all()
+    assert (heads[~recorded] == 0).all()
     bias = layer.state_dict()["output.o_bias"]
-    check_close(ours[~seen], bias.expand_as(ours[~seen]))
-    assert theirs.weights.transpose(1, 2)[~seen].sub(1 / z.shape[1]).abs().max() < 1e-12
-    mean = theirs.linears[3](theirs.linears[2](z).mean(1, keepdim=True)).expand_as(wanted)
-    check_close(wanted[~seen], mean[~seen])
-    assert (ours[~seen] - wanted[~seen]).abs().min() > 1e-6
+    check_close(ours[~recorded], bias.expand_as(ours[~recorded]))
+    assert theirs.weights.transpose(1, 2)[~recorded].sub(1 / z.shape[1]).abs().max() < 1e-12
+    mean = theirs.linears[3](theirs.linears[2](z).mean(1, keepdim=True)).expand_as(expected)
+    check_close(expected[~recorded], mean[~recorded])
+    assert (ours[~recorded] - expected[~recorded]).abs().min() > 1e-6
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -168,10 +168,10 @@ def test_padding_as_a_mask_of_keys(backend: str):
     x, lengths = numbers(3, TOKENS, MODEL), torch.tensor([5, 0, TOKENS])
     layer, tokens = of_four(theirs, backend), hw.SequenceInfo.from_batch(x, lengths=lengths)
     src_mask = (torch.arange(TOKENS) < lengths[:, None])[:, None]
-    ours, wanted, live = layer(x, sequence=tokens), theirs(x, x, x, src_mask), tokens.is_real
-    check_close(ours[live], wanted[live])
+    ours, expected, live = layer(x, sequence=tokens), theirs(x, x, x, src_mask), tokens.is_real
+    check_close(ours[live], expected[live])
     check_close(ours[~live], layer.state_dict()["output.o_bias"].expand_as(ours[~live]))
-    assert (ours[1] - wanted[1]).abs().min() > 1e-6, "the empty row reads zero here and a mean there"
+    assert (ours[1] - expected[1]).abs().min() > 1e-6, "the empty row reads zero here and a mean there"
 
 
 def norm(x: Tensor, a: Tensor, b: Tensor, eps: float) -> Tensor:
@@ -200,8 +200,8 @@ def test_encoder_layer():
     x = numbers(BATCH, TOKENS, MODEL)
     tokens = hw.SequenceInfo.from_batch(x, lengths=[TOKENS, 5])
     ours = encoded(theirs, of_four(theirs.self_attn), x, tokens)
-    wanted = theirs(x, tokens.is_real[:, None])
-    check_close(ours[tokens.is_real], wanted[tokens.is_real])
+    expected = theirs(x, tokens.is_real[:, None])
+    check_close(ours[tokens.is_real], expected[tokens.is_real])
 
 
 def test_decoder_layer():
@@ -227,12 +227,12 @@ def test_three_axes_and_a_mask_of_three_axes():
     layer, probe = hw.Attention(spec).double(), hw.Probe("q", "k", "v", "weights", "heads")
     x, z, mask = numbers(BATCH, TOKENS, MODEL), numbers(BATCH, SOURCE, MODEL), holed(BATCH, TOKENS, SOURCE)
     layer(x, source=z, mask=mask[:, None], probe=probe)
-    seen = mask.any(-1)
+    visible = mask.any(-1)
     for h in range(HEADS):
         q, k, v = (probe.tensors[side][:, :, h] for side in "qkv")
         read, weights = seeds.scaled_dot_product_attention(q, k, v, mask)
-        check_close(probe.tensors["heads"][:, :, h][seen], read[seen])
-        check_close(probe.tensors["weights"][:, h][seen], weights[seen])
+        check_close(probe.tensors["heads"][:, :, h][visible], read[visible])
+        check_close(probe.tensors["weights"][:, h][visible], weights[visible])
         check_close(read[0, 1], v[0].mean(0))
         assert (probe.tensors["heads"][0, 1, h] == 0).all()
         assert (probe.tensors["weights"][0, h, 1] == 0).all()

@@ -91,8 +91,8 @@ def test_a_recurrent_decoder_reads_through_the_layer():
     w = dict(layer.named_parameters())
 
     def ours(h_BSE):
-        told = layer.project_source(h_BSE, sequence=hw.SequenceInfo.from_batch(h_BSE, lengths=lengths))
-        return lambda state: layer(state[:, None], source=told)[:, 0]
+        sequence = layer.project_source(h_BSE, sequence=hw.SequenceInfo.from_batch(h_BSE, lengths=lengths))
+        return lambda state: layer(state[:, None], source=sequence)[:, 0]
 
     def written_out(h_BSE):
         def read(state):
@@ -185,10 +185,10 @@ def test_an_offset_of_all_tokens_costs_no_digits(offset):
     """In float32, whose square of 1e4 has steps of 8, more than all distances here together."""
     keys = torch.linspace(-2, 2, 9).add(offset)
     values = torch.linspace(0, 5, 9).sin()
-    told = {"keys": keys.tolist(), "values": values.tolist()}
+    options = {"keys": keys.tolist(), "values": values.tolist()}
     queries = torch.tensor([-1.3, 0.1, 1.9]).add(offset)
-    layer, source = regression(0.6, **told, dtype=torch.float32)
-    judge, same = regression(0.6, **told)
+    layer, source = regression(0.6, **options, dtype=torch.float32)
+    judge, same = regression(0.6, **options)
     ours = layer(queries.view(1, 3, 1), source=source)
     check_close(ours, judge(queries.double().view(1, 3, 1), source=same), rtol=2e-6, atol=2e-6)
 
@@ -218,11 +218,11 @@ def test_clusters_far_apart_are_each_as_if_alone():
     judge.load_state_dict(layer.state_dict())
     x = torch.randn(1, 12, 10)
     x[:, ::2] += 256.0
-    seen, told = hw.Probe("weights"), hw.Probe("weights")
-    layer(x, probe=seen)
-    judge(x.double(), probe=told)
-    assert (seen.tensors["weights"] - told.tensors["weights"]).abs().max() < 2e-4  # of q and k, which have 1e-5 each
-    assert (told.tensors["weights"][..., ::2, 1::2] == 0).all()
+    probe, result = hw.Probe("weights"), hw.Probe("weights")
+    layer(x, probe=probe)
+    judge(x.double(), probe=result)
+    assert (probe.tensors["weights"] - result.tensors["weights"]).abs().max() < 2e-4  # of q and k, which have 1e-5 each
+    assert (result.tensors["weights"][..., ::2, 1::2] == 0).all()
 
 
 @pytest.mark.parametrize("numbers", [1, 2 * 2 * 11 * 4 * 5])
@@ -238,9 +238,9 @@ def test_empty_slots_do_not_cost_digits_either():
     """Ragged rows decode among slots of zeros, 1e4 away from every key."""
     spec = hw.design(model=1, heads=1, dim=1, pattern="causal", similarity=hw.Gaussian(width=0.6))
     layer, judge = hw.Attention(spec), hw.Attention(spec).double()
-    for made in (layer, judge):
+    for built in (layer, judge):
         with torch.no_grad():
-            for weight in made.parameters():
+            for weight in built.parameters():
                 weight.fill_(1.0)
     x = 1e4 + torch.linspace(0, 9, 24).sin().view(2, 12, 1)
     ours, truth = layer.cache(batch=2, capacity=500), judge.cache(batch=2, capacity=500)
@@ -254,15 +254,15 @@ def test_empty_slots_do_not_cost_digits_either():
 
 
 @pytest.mark.parametrize(
-    ("similarity", "said"),
+    ("similarity", "message"),
     [
         (hw.Gaussian(width=0.0), r"width=0.0\) is too small to divide by; use at least 1e-09"),
         (hw.Gaussian(width=-1.0), "too small"),
         (hw.Gaussian(width=1e-300), "too small"),
     ],
 )
-def test_a_width_that_cannot_be(similarity, said):
-    with pytest.raises(hw.SpecError, match=said):
+def test_a_width_that_cannot_be(similarity, message):
+    with pytest.raises(hw.SpecError, match=message):
         base(similarity=similarity)
 
 

@@ -40,9 +40,9 @@ class Story:
 
     def __call__(self, ids: list[int], caches: list[hw.KVCache] | None = None) -> Tensor:
         """The logits [T, vocabulary] after each of these ids."""
-        weights, told = self.weights, caches or [None] * len(self.layers)
+        weights, result = self.weights, caches or [None] * len(self.layers)
         x = weights["tok_embeddings"][torch.tensor([ids])]
-        for depth, (layer, cache) in enumerate(zip(self.layers, told, strict=True)):
+        for depth, (layer, cache) in enumerate(zip(self.layers, result, strict=True)):
             x = x + layer(self.norm(x, weights["attention_norm"][depth]), cache=cache)
             y = self.norm(x, weights["ffn_norm"][depth])
             gate, up, down = (weights[name][depth] for name in ("w1", "w3", "w2"))
@@ -55,7 +55,7 @@ class Story:
 
 def constants(layer: hw.Attention) -> dict[str, Tensor]:
     """What the layer holds that the checkpoint has no weights for: its own constants."""
-    return {name: held for name, held in layer.state_dict().items() if name.startswith("rotary.")}
+    return {name: tensor for name, tensor in layer.state_dict().items() if name.startswith("rotary.")}
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,8 @@ def golden(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def weights(folder: Path) -> dict[str, Tensor]:
-    with np.load(folder / "weights.npz") as held:
-        return {name: torch.from_numpy(held[name]) for name in held.files}
+    with np.load(folder / "weights.npz") as recorded:
+        return {name: torch.from_numpy(recorded[name]) for name in recorded.files}
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,11 @@ def test_rows_are_those_of_transformers(shared: Path, tmp_path: Path):
     trace = hw.trace(net, "Once upon a time there was a little dog.", max_new_tokens=8, log=lambda _: None)
     ids = torch.tensor([trace.streams["text"][0].ids])
     with torch.no_grad():
-        said = other(input_ids=ids, output_attentions=True)
-    for layer, weights in enumerate(said.attentions):
-        asked = trace.get_layer(layer).num_queries
-        assert asked == ids.shape[1] - 1
+        outputs = other(input_ids=ids, output_attentions=True)
+    for layer, weights in enumerate(outputs.attentions):
+        num_queries = trace.get_layer(layer).num_queries
+        assert num_queries == ids.shape[1] - 1
         for head in range(8):
-            own = weights[0, head, :asked, :asked].numpy()
+            own = weights[0, head, :num_queries, :num_queries].numpy()
             np.testing.assert_allclose(trace.head_weights(layer, head), own, atol=1e-5)
     assert {len(one.calls) for one in trace.layers} == {8}

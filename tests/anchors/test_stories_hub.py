@@ -58,8 +58,8 @@ def check_story(net: hw.Transformer, golden: dict[str, Any]) -> None:
     assert hw.greedy_decode(net, first, max_new_tokens=len(ids) - 1) == [ids[1:]]
     with torch.no_grad():
         top = net(torch.tensor([ids[:PROMPT]]))[0, -1].topk(5)
-    wanted, values = zip(*golden["logits_after_first_16_ids_last_row_top5"], strict=True)
-    assert top.indices.tolist() == list(wanted)
+    expected, values = zip(*golden["logits_after_first_16_ids_last_row_top5"], strict=True)
+    assert top.indices.tolist() == list(expected)
     assert (top.values - torch.tensor(values)).abs().max() < 1e-4
     tokenizer = Tokenizer.from_str(net.usage.tokenizer or "")
     assert " " + tokenizer.decode(ids) == golden["greedy_text"]  # llama2.c too drops the space before the first word
@@ -76,7 +76,9 @@ def test_saved_as_our_folder_it_is_the_same(story: hw.Transformer, golden: dict[
     check_story(hw.load(tmp_path), golden)
 
 
-def test_transformers_tells_it_from_our_folder(story: hw.Transformer, golden: dict[str, Any], tmp_path: Path):
+def test_transformers_generates_the_same_text_from_our_folder(
+    story: hw.Transformer, golden: dict[str, Any], tmp_path: Path
+):
     """Neighbouring channels turn together in the file, halves in a Llama: rows of q and k change their places."""
     hw.export(story, tmp_path / "llama", max_length=512)
     theirs, tokenizer = (
@@ -84,14 +86,14 @@ def test_transformers_tells_it_from_our_folder(story: hw.Transformer, golden: di
     )
     ids = golden["greedy_ids"]
     prompt = tokenizer("", return_tensors="pt").input_ids
-    said = theirs.generate(prompt, max_new_tokens=len(ids) - 1, do_sample=False, pad_token_id=0)
-    assert said.tolist() == [ids]
-    assert " " + tokenizer.decode(said[0], skip_special_tokens=True) == golden["greedy_text"]
+    generated = theirs.generate(prompt, max_new_tokens=len(ids) - 1, do_sample=False, pad_token_id=0)
+    assert generated.tolist() == [ids]
+    assert " " + tokenizer.decode(generated[0], skip_special_tokens=True) == golden["greedy_text"]
     theirs.save_pretrained(tmp_path / "theirs")
     tokenizer.save_pretrained(tmp_path / "theirs")
     again = hw.load(tmp_path / "theirs")
     check_story(again, golden)
-    assert all(torch.equal(again.state_dict()[name], held) for name, held in story.state_dict().items())
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in story.state_dict().items())
 
 
 def test_text_is_cut_and_joined_as_llama2c_does(story: hw.Transformer, data: Path, text: str):
@@ -116,11 +118,11 @@ def test_training_goes_on_from_it(data: Path, story: hw.Transformer, text: str, 
     task = TextTask(str(tmp_path / "text.txt"), tokens=str(tmp_path / "story" / "tokenizer.json"), length=128)
     before = loss(story, task)
     assert before < task.chance["nats"] - 0.5
-    said = ["--steps", "30", "--batch", "16", "--lr", "0.001", "--precision", "fp32", "--compile", "off"]
-    said += ["--set", "task.length=128", "--set", "recipe.evaluate_every=30", "--device", "cpu"]
+    result = ["--steps", "30", "--batch", "16", "--lr", "0.001", "--precision", "fp32", "--compile", "off"]
+    result += ["--set", "task.length=128", "--set", "recipe.evaluate_every=30", "--device", "cpu"]
     out = tmp_path / "out"
     assert (
-        main(["train", str(tmp_path / "text.txt"), "--model", str(tmp_path / "story"), "--out", str(out), *said]) == 0
+        main(["train", str(tmp_path / "text.txt"), "--model", str(tmp_path / "story"), "--out", str(out), *result]) == 0
     )
     after = hw.load(out)
     assert (after.usage.before, after.usage.end) == ((1,), (1,))

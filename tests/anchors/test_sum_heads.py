@@ -19,12 +19,12 @@ EXACT = 1e-14
 H, D, V = 6, 4, 5
 
 
-def twin(layer: hw.Attention, spec: hw.AttentionSpec, **changed: torch.Tensor) -> hw.Attention:
+def copy_with_spec(layer: hw.Attention, spec: hw.AttentionSpec, **changed: torch.Tensor) -> hw.Attention:
     """A layer of another spec with this one's weights but for those that are given, "project_q"."""
-    made = hw.Attention(spec).double()
-    held = layer.state_dict() | {name.replace("_", ".", 1): tensor for name, tensor in changed.items()}
-    made.load_state_dict({name: held[name] for name in made.state_dict()})
-    return made
+    built = hw.Attention(spec).double()
+    tensors = layer.state_dict() | {name.replace("_", ".", 1): tensor for name, tensor in changed.items()}
+    built.load_state_dict({name: tensors[name] for name in built.state_dict()})
+    return built
 
 
 def read(layer: hw.Attention) -> tuple[Any, Any]:
@@ -51,7 +51,7 @@ def test_talking_before_the_softmax_is_collaboration_in_blocks():
     mixing = talking.talking_heads["mixing"].detach()  # of head g into head h
     shared = base(vdim=V, project=hw.Collaborative(width=H * D))
     blocks = {"project_mixing": mixing.T.repeat_interleave(D, 1), "project_content": torch.zeros(H, 10)}
-    assert far(twin(talking, shared, **blocks)(X), talking(X).detach().numpy()) < EXACT
+    assert far(copy_with_spec(talking, shared, **blocks)(X), talking(X).detach().numpy()) < EXACT
 
 
 def test_talking_after_the_softmax_is_all_pairs_of_heads():
@@ -65,13 +65,13 @@ def test_talking_after_the_softmax_is_all_pairs_of_heads():
 
 def test_all_pairs_of_heads_are_a_layer_of_their_own():
     layer = cases.layer(base(vdim=V, modifiers=(hw.TalkingHeads(on="weights"),)))
-    held = layer.state_dict()
+    state = layer.state_dict()
     first, second = (tuple(pair[n] for pair in np.ndindex(H, H)) for n in range(2))
     heads = hw.Heads(q=H * H, kv=H, dim=D, vdim=V, kv_head_of_query=first, value_heads=second)
-    q = held["project.q"].unflatten(0, (H, D))[list(first)].flatten(0, 1)
-    out = held["output.o"].unflatten(1, (H, V))[:, list(second)]
-    scaled = (out * held["talking_heads.mixing"][list(first), list(second)][:, None]).flatten(1)
-    wide = twin(layer, cases.change_spec(base(), heads=heads), project_q=q, output_o=scaled)
+    q = state["project.q"].unflatten(0, (H, D))[list(first)].flatten(0, 1)
+    out = state["output.o"].unflatten(1, (H, V))[:, list(second)]
+    scaled = (out * state["talking_heads.mixing"][list(first), list(second)][:, None]).flatten(1)
+    wide = copy_with_spec(layer, cases.change_spec(base(), heads=heads), project_q=q, output_o=scaled)
     assert far(wide(X), layer(X).detach().numpy()) < EXACT
 
 
@@ -79,17 +79,17 @@ def test_all_pairs_of_heads_are_a_layer_of_their_own():
 def test_an_unprojected_sum_is_concatenation_with_one_projection_for_all(of: str):
     added = cases.layer(base(vdim=V, bias="o", merge=hw.SumHeads(of=of)))
     tied = added.output["o"].detach().repeat(1, H) / (1 if of == "sum" else H)
-    assert far(twin(added, base(vdim=V, bias="o"), output_o=tied)(X), added(X).detach().numpy()) < EXACT
+    assert far(copy_with_spec(added, base(vdim=V, bias="o"), output_o=tied)(X), added(X).detach().numpy()) < EXACT
 
 
-def test_an_unprojected_sum_does_not_know_which_head_said_it():
+def test_an_unprojected_sum_is_invariant_to_the_order_of_heads():
     added = cases.layer(base(vdim=V, merge=hw.SumHeads()))
     order = torch.tensor([3, 0, 5, 1, 4, 2])
-    held, wide = added.state_dict(), {"q": D, "k": D, "v": V}
-    moved = {f"project_{n}": held[f"project.{n}"].unflatten(0, (H, w))[order].flatten(0, 1) for n, w in wide.items()}
-    assert far(twin(added, added.spec, **moved)(X), added(X).detach().numpy()) < EXACT
-    apart = cases.layer(base(vdim=V))
-    assert far(twin(apart, apart.spec, **moved)(X), apart(X).detach().numpy()) > 0.1
+    state, wide = added.state_dict(), {"q": D, "k": D, "v": V}
+    moved = {f"project_{n}": state[f"project.{n}"].unflatten(0, (H, w))[order].flatten(0, 1) for n, w in wide.items()}
+    assert far(copy_with_spec(added, added.spec, **moved)(X), added(X).detach().numpy()) < EXACT
+    outputs = cases.layer(base(vdim=V))
+    assert far(copy_with_spec(outputs, outputs.spec, **moved)(X), outputs(X).detach().numpy()) > 0.1
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 12])
@@ -114,20 +114,20 @@ def test_a_mean_is_of_the_heads_that_were_there():
 
 # --- five ways -----------------------------------------------------------------------------------------
 
-SAID = {"model": 30, "heads": 5}
-EQUAL = hw.match_size(hw.design(merge=hw.SumHeads(), **SAID), like=hw.design(**SAID), free="vdim").chosen
+SIZES = {"model": 30, "heads": 5}
+EQUAL = hw.match_size(hw.design(merge=hw.SumHeads(), **SIZES), like=hw.design(**SIZES), free="vdim").chosen
 ARMS = {
-    "concat": (hw.design(**SAID), 4 * 30**2),
-    "sum": (hw.design(merge=hw.SumHeads(), **SAID), 3 * 30**2 + 30 * 6),
-    "sum, equal": (hw.design(merge=hw.SumHeads(), vdim=EQUAL, **SAID), 4 * 30**2),
-    "mean": (hw.design(merge=hw.SumHeads(of="mean"), **SAID), 3 * 30**2 + 30 * 6),
-    "fixed": (hw.design(merge=hw.Concat(output="fixed"), **SAID), 3 * 30**2),
-    "sum, fixed": (hw.design(merge=hw.SumHeads(output="fixed", bias="o"), **SAID), 3 * 30**2 + 30),
+    "concat": (hw.design(**SIZES), 4 * 30**2),
+    "sum": (hw.design(merge=hw.SumHeads(), **SIZES), 3 * 30**2 + 30 * 6),
+    "sum, equal": (hw.design(merge=hw.SumHeads(), vdim=EQUAL, **SIZES), 4 * 30**2),
+    "mean": (hw.design(merge=hw.SumHeads(of="mean"), **SIZES), 3 * 30**2 + 30 * 6),
+    "fixed": (hw.design(merge=hw.Concat(output="fixed"), **SIZES), 3 * 30**2),
+    "sum, fixed": (hw.design(merge=hw.SumHeads(output="fixed", bias="o"), **SIZES), 3 * 30**2 + 30),
 }
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_every_arm_has_the_parameters_it_says_and_learns_with_all(arm: str):
+def test_every_arm_trains_all_of_its_declared_parameters(arm: str):
     spec, size = ARMS[arm]
     layer = hw.Attention(spec)
     assert hw.costs.count_parameters(spec) == sum(p.numel() for p in layer.parameters()) == size
@@ -137,16 +137,16 @@ def test_every_arm_has_the_parameters_it_says_and_learns_with_all(arm: str):
 
 def test_equal_parameters_are_as_equal_as_widths_allow():
     assert EQUAL == 10  # 2 d^2 / (h d + d)
-    for said in (
+    for options in (
         {"model": 30, "heads": 3},
         {"model": 30, "heads": 6, "kv": 2},
         {"model": 7, "heads": 7, "bias": "qkvo"},
     ):
-        added, usual = hw.design(merge=hw.SumHeads(), **said), hw.design(**said)
-        wanted = hw.costs.count_parameters(usual)
-        off = [abs(hw.costs.count_parameters(added.with_heads(vdim=v)) - wanted) for v in range(1, 100)]
+        added, usual = hw.design(merge=hw.SumHeads(), **options), hw.design(**options)
+        expected = hw.costs.count_parameters(usual)
+        off = [abs(hw.costs.count_parameters(added.with_heads(vdim=v)) - expected) for v in range(1, 100)]
         assert hw.match_size(added, like=usual, free="vdim").chosen == 1 + off.index(min(off))
-    assert hw.match_size(hw.design(**SAID), like=hw.design(**SAID), free="vdim").chosen == 6
+    assert hw.match_size(hw.design(**SIZES), like=hw.design(**SIZES), free="vdim").chosen == 6
 
 
 # --- a projection that is not learned ------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_a_bias_of_values_folds_into_a_fixed_sum(of: str):
     layer = cases.layer(base(vdim=V, kv=2, bias="qkv", merge=hw.SumHeads(of=of, output="fixed")))
     folded = hw.fold_bias(layer.spec, layer.state_dict())
     assert (folded.spec.project, folded.spec.merge.bias, folded.reasons_kept) == (hw.Direct(bias="q"), "o", {})
-    bare = twin(layer, folded.spec, output_o_bias=folded.weights["output.o_bias"])
+    bare = copy_with_spec(layer, folded.spec, output_o_bias=folded.weights["output.o_bias"])
     assert far(bare(X), layer(X).detach().numpy()) < 1e-12
 
 

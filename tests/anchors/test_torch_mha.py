@@ -28,7 +28,7 @@ def theirs_like(*, heads: int = HEADS, bias: bool = True, source: int | None = N
 def by_our_names(other: nn.MultiheadAttention, gradients: bool = False) -> dict[str, Tensor]:
     """Their parameters, or the gradients of these, under the names of our state dict."""
 
-    def told(parameter: Tensor) -> Tensor:
+    def tensor_of(parameter: Tensor) -> Tensor:
         found = parameter.grad if gradients else parameter.detach()
         if found is None:
             raise ValueError("a parameter of nn.MultiheadAttention got no gradient")
@@ -36,20 +36,20 @@ def by_our_names(other: nn.MultiheadAttention, gradients: bool = False) -> dict[
 
     fused = other.in_proj_weight is not None
     separate = (other.q_proj_weight, other.k_proj_weight, other.v_proj_weight)
-    weights = told(other.in_proj_weight).chunk(3) if fused else [told(weight) for weight in separate]
+    weights = tensor_of(other.in_proj_weight).chunk(3) if fused else [tensor_of(weight) for weight in separate]
     named = dict(zip(("project.q", "project.k", "project.v"), weights, strict=True))
-    named["output.o"] = told(other.out_proj.weight)
+    named["output.o"] = tensor_of(other.out_proj.weight)
     if other.in_proj_bias is not None:
-        biases = told(other.in_proj_bias).chunk(3)
+        biases = tensor_of(other.in_proj_bias).chunk(3)
         named |= dict(zip(("project.q_bias", "project.k_bias", "project.v_bias"), biases, strict=True))
-        named["output.o_bias"] = told(other.out_proj.bias)
+        named["output.o_bias"] = tensor_of(other.out_proj.bias)
     return named
 
 
-def ours_like(other: nn.MultiheadAttention, **said: object) -> hw.Attention:
+def ours_like(other: nn.MultiheadAttention, **options: object) -> hw.Attention:
     """Our layer with their weights."""
     bias = BIASES[other.in_proj_bias is not None]
-    spec = hw.design(model=other.embed_dim, heads=other.num_heads, bias=bias, **said)
+    spec = hw.design(model=other.embed_dim, heads=other.num_heads, bias=bias, **options)
     layer = hw.Attention(spec).double()
     layer.load_state_dict(by_our_names(other))
     return layer
@@ -99,8 +99,8 @@ def test_a_source_is_remembered_once():
     lengths = torch.tensor([S, 5])
     padded = torch.arange(S) >= lengths[:, None]
     theirs, _ = other(x, z, z, key_padding_mask=padded)
-    kept = layer.project_source(z, sequence=hw.SequenceInfo.from_batch(z, lengths=lengths))
-    steps = [layer(x[:, t : t + 1], source=kept) for t in range(T)]
+    sequence = layer.project_source(z, sequence=hw.SequenceInfo.from_batch(z, lengths=lengths))
+    steps = [layer(x[:, t : t + 1], source=sequence) for t in range(T)]
     assert_close(torch.cat(steps, 1), theirs, **EXACT)
 
 
@@ -153,9 +153,12 @@ def test_nothing_to_read_is_nan_there_and_the_bias_here():
     x, z = numbers(B, T, MODEL), numbers(B, S, SOURCE)
     lengths = torch.tensor([S, 0])
     theirs, _ = other(x, z, z, key_padding_mask=torch.arange(S) >= lengths[:, None])
-    kept, probe = layer.project_source(z, sequence=hw.SequenceInfo.from_batch(z, lengths=lengths)), hw.Probe("weights")
+    sequence, probe = (
+        layer.project_source(z, sequence=hw.SequenceInfo.from_batch(z, lengths=lengths)),
+        hw.Probe("weights"),
+    )
     assert theirs[1].isnan().all()
-    for ours in (layer(x, source=kept), layer(x, source=kept, probe=probe)):  # fused, then weight by weight
+    for ours in (layer(x, source=sequence), layer(x, source=sequence, probe=probe)):  # fused, then weight by weight
         assert_close(ours[1], layer.output["o_bias"].expand(T, -1), **EXACT)
         assert_close(ours[0], theirs[0], **EXACT)
         ours.sum().backward(retain_graph=True)

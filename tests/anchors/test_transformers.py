@@ -90,20 +90,20 @@ def padding(tokens: int, pad: str) -> tuple[hw.SequenceInfo, dict[str, Tensor]]:
     return at, {} if pad == "none" else {"attention_mask": live.long()}
 
 
-def asked(model: Model, pad: str) -> tuple[Any, dict[str, tuple[hw.SequenceInfo, hw.SequenceInfo]]]:
+def run_forward(model: Model, pad: str) -> tuple[Any, dict[str, tuple[hw.SequenceInfo, hw.SequenceInfo]]]:
     """What a forward of the whole model gives; queries' and keys' tokens by the name of the weights."""
     at, mask = padding(T, pad)
     if not model.model.config.is_encoder_decoder:
-        given = {"input_ids": some_ids(T)} | mask
+        options = {"input_ids": some_ids(T)} | mask
         stacks = {"attentions": (at, at)}
     else:
         before, hidden = padding(S, pad)
-        given = {"input_ids": some_ids(S), "decoder_input_ids": some_ids(T)} | hidden
-        given |= {f"decoder_{name}": value for name, value in mask.items()}
+        options = {"input_ids": some_ids(S), "decoder_input_ids": some_ids(T)} | hidden
+        options |= {f"decoder_{name}": value for name, value in mask.items()}
         stacks = {"encoder_attentions": (before, before), "decoder_attentions": (at, at)}
         stacks["cross_attentions"] = (at, before)
-    told = model.model(**given, output_attentions=True, use_cache=False)
-    return told, stacks
+    outputs = model.model(**options, output_attentions=True, use_cache=False)
+    return outputs, stacks
 
 
 def far(ours: Tensor, theirs: Tensor) -> float:
@@ -113,12 +113,12 @@ def far(ours: Tensor, theirs: Tensor) -> float:
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
-def run(site: Site, asks: hw.SequenceInfo, told: hw.SequenceInfo) -> tuple[Tensor, Tensor]:
+def run(site: Site, sequence_info: hw.SequenceInfo, value: hw.SequenceInfo) -> tuple[Tensor, Tensor]:
     """Our output and weights for the hidden states that the site saw."""
     layer, probe = site.layer, hw.Probe("weights")
-    source = layer.project_source(site.sources[0], sequence=told) if site.sources else None
-    ours = layer(site.inputs[0], source=source, sequence=asks)  # whatever backend takes it
-    layer(site.inputs[0], source=source, sequence=asks, probe=probe)  # the one that shows weights
+    source = layer.project_source(site.sources[0], sequence=value) if site.sources else None
+    ours = layer(site.inputs[0], source=source, sequence=sequence_info)  # whatever backend takes it
+    layer(site.inputs[0], source=source, sequence=sequence_info, probe=probe)  # the one that shows weights
     return ours, probe.tensors["weights"]
 
 
@@ -132,18 +132,18 @@ def test_layers_agree(name: str, pad: str, record_property: Callable[[str, objec
         model.model.float()
         model.off = 5e-6
     with model.run_with_hooks():
-        told, stacks = asked(model, pad)
+        result, stacks = run_forward(model, pad)
     worst = 0.0
     for site in model.sites:
         stack, depth = site.attends
         live = stacks[stack][0].is_real.expand(B, -1)
         ours, weights = run(site, *stacks[stack])
-        theirs = told[stack][depth]
+        theirs = result[stack][depth]
         assert far(ours[live], site.outputs[0][live]) < model.off, site.attends
         by_query = weights.transpose(1, 2)[live], theirs.transpose(1, 2)[live]
         assert far(*by_query) < model.off, site.attends
         worst = max(worst, far(ours[live], site.outputs[0][live]), far(*by_query))
-    assert len(model.sites) == sum(len(told[stack]) for stack in stacks)
+    assert len(model.sites) == sum(len(result[stack]) for stack in stacks)
     record_property("worst", worst)
 
 
@@ -158,8 +158,8 @@ def test_decoding_agrees(name: str, record_property: Callable[[str, object], Non
     worst = 0.0
     for site in model.sites:
         layer = site.layer
-        held = layer.cache(batch=B, capacity=T)
-        steps = [layer(x, cache=held) for x in site.inputs]
+        stored = layer.cache(batch=B, capacity=T)
+        steps = [layer(x, cache=stored) for x in site.inputs]
         assert [step.shape[1] for step in steps] == [5, 1, 1, 3, 1, 1, 1]
         worst = max(worst, *(far(ours, theirs) for ours, theirs in zip(steps, site.outputs, strict=True)))
     record_property("worst", worst)
@@ -172,8 +172,8 @@ def test_every_second_layer_forgets(name: str, layer: int):
     """What the anchors above rest on: 13 tokens are more than a window of 5, and only one kind of layer has it."""
     model = MODELS[name]()
     with model.run_with_hooks():
-        told, _ = asked(model, "none")
-    read = (told["attentions"][layer] > 0).sum(-1).amax()
+        result, _ = run_forward(model, "none")
+    read = (result["attentions"][layer] > 0).sum(-1).amax()
     assert read == (5, T)[layer]
 
 

@@ -13,7 +13,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 def numbers(layer: torch.nn.Module) -> dict[str, Array]:
     """Every number of a layer by its full name."""
-    return {name: held.detach().double().numpy() for name, held in layer.state_dict().items()}
+    return {name: tensor.detach().double().numpy() for name, tensor in layer.state_dict().items()}
 
 
 def projected(w: Mapping[str, Array], x: Array, side: str, heads: int) -> Array:

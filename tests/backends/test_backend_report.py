@@ -57,36 +57,36 @@ def test_a_decode_step_runs_the_reported_backend(name: str, chosen: list[ModuleT
 
 
 def test_the_report_names_the_form_for_a_single_query():
-    said = why(hw.design(preset="mla"))
-    assert said.call.form == ""
-    assert "absorbed" in said.other_call.form
+    report = why(hw.design(preset="mla"))
+    assert report.call.form == ""
+    assert "absorbed" in report.other_call.form
 
 
 @pytest.mark.parametrize("name", cases.EXAMPLES)
 def test_every_page_fits_a_terminal(name: str):
     reasons = why(cases.EXAMPLES[name], want=["weights", "lse"], device="cuda", dtype="bf16", when=["grad", "mask"])
     assert max(map(len, str(reasons).splitlines())) <= 80
-    told = json.loads(reasons.json())
-    assert {row["name"] for row in told["backends"]} == set(backends.BACKENDS)
-    assert told["runs"] == reasons.backend
+    data = json.loads(reasons.json())
+    assert {row["name"] for row in data["backends"]} == set(backends.BACKENDS)
+    assert data["runs"] == reasons.backend
 
 
 def test_wanting_weights_needs_a_backend_that_shows_them():
     reasons = why(hw.design(model=12, heads=3), want="weights")
     assert reasons.backend == "dense"
-    assert all("weights" in " ".join(said) for name, said in reasons.unsupported.items() if name != "dense")
+    assert all("weights" in " ".join(reasons) for name, reasons in reasons.unsupported.items() if name != "dense")
 
 
 def test_two_parts_of_a_kind_give_one_reason():
     reasons = why(hw.design(preset="talking", model=12, heads=3))
-    assert all(len(said) == len(set(said)) for said in reasons.unsupported.values())
-    assert sum("TalkingHeads" in said for said in reasons.unsupported["sdpa"]) == 1
+    assert all(len(reasons) == len(set(reasons)) for reasons in reasons.unsupported.values())
+    assert sum("TalkingHeads" in reason for reason in reasons.unsupported["sdpa"]) == 1
 
 
 def test_another_device_needs_none_here():
     small = why(hw.design(model=12, heads=3), device="cuda:1", dtype="bf16")
     assert small.call.signature.device == "cuda"
-    assert any("16 channels" in said for said in small.unsupported["flex"])
+    assert any("16 channels" in reason for reason in small.unsupported["flex"])
 
 
 def test_states_of_a_call_change_the_answer():
@@ -97,7 +97,7 @@ def test_states_of_a_call_change_the_answer():
 
 
 @pytest.mark.parametrize(
-    ("said", "remedy"),
+    ("options", "remedy"),
     [
         ({"want": ["wieghts"]}, "did you mean 'weights'"),
         ({"dtype": "int8"}, "dtype='int8'"),
@@ -106,9 +106,14 @@ def test_states_of_a_call_change_the_answer():
         ({"when": ["traning"]}, "did you mean 'training'"),
     ],
 )
-def test_unknown_words_get_a_remedy(said: dict, remedy: str):
+def test_unknown_words_get_a_remedy(options: dict, remedy: str):
     with pytest.raises(ValueError, match=remedy.replace("(", r"\(")):
-        why(hw.design(model=12, heads=3), **said)
+        why(hw.design(model=12, heads=3), **options)
+
+
+def test_a_layer_in_place_of_its_spec_is_refused():
+    with pytest.raises(ValueError, match=r"takes an attention spec, not Attention; give layer.spec"):
+        why(hw.Attention(hw.design(model=12, heads=3)))
 
 
 # --- lengths ---------------------------------------------------------------------------------------------
@@ -193,5 +198,5 @@ def test_executed_flops_are_those_of_the_backend_that_runs(context):
     work, job = costs.self_attention_work(spec, batch=1, queries=context), backends.CallSignature(spec, spec.core)
     runs = backends.BACKENDS[str(why(spec, tokens=context).backend)]
     assert runs is (backends.sdpa if context == 300 else backends.block_sparse)
-    told = estimate_cost(spec, hw.Workload(context=context, dtype="fp32", device="cpu"))
-    assert told.executed_flops["prefill"] == costs.executed_flops(spec, work, runs.executed_flops(job, work))
+    cost = estimate_cost(spec, hw.Workload(context=context, dtype="fp32", device="cpu"))
+    assert cost.executed_flops["prefill"] == costs.executed_flops(spec, work, runs.executed_flops(job, work))

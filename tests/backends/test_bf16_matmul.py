@@ -38,8 +38,8 @@ def gradients(layer: hw.Attention, x: torch.Tensor, **call) -> list[torch.Tensor
     """The output, and the gradients of a loss that weighs every number of it differently."""
     x = x.detach().requires_grad_()
     y = layer(x, **call)
-    told = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view_as(y)
-    return [y, *torch.autograd.grad((y * told).sum(), [x, *layer.parameters()])]
+    result = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view_as(y)
+    return [y, *torch.autograd.grad((y * result).sum(), [x, *layer.parameters()])]
 
 
 LENGTHS = st.lists(st.integers(0, 17), min_size=1, max_size=4).filter(lambda lengths: max(lengths) != 1)
@@ -55,14 +55,16 @@ LENGTHS = st.lists(st.integers(0, 17), min_size=1, max_size=4).filter(lambda len
 def test_any_rows_give_what_plain_operations_give(lengths, kv, pattern, pad):
     ours, other = pair(hw.design(model=10, heads=6, kv=kv, dim=5, vdim=3, pattern=pattern))
     x = torch.randn(len(lengths), max(lengths), 10, dtype=torch.float64)
-    told = hw.SequenceInfo.from_batch(x) if pad == "none" else hw.SequenceInfo.from_batch(x, lengths=lengths, pad=pad)
+    sequence = (
+        hw.SequenceInfo.from_batch(x) if pad == "none" else hw.SequenceInfo.from_batch(x, lengths=lengths, pad=pad)
+    )
     was = bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS
     try:
         bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS = 4, 9
-        made = gradients(ours, x, sequence=told)
+        built = gradients(ours, x, sequence=sequence)
     finally:
         bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS = was
-    for one, expected in zip(made, gradients(other, x, sequence=told), strict=True):
+    for one, expected in zip(built, gradients(other, x, sequence=sequence), strict=True):
         check_close(one, expected, rtol=1e-9, atol=1e-10)
 
 
@@ -75,16 +77,16 @@ def test_queries_may_stand_anywhere_beside_their_keys(queries, keys, before, pat
     ours, other = pair(hw.design(model=6, heads=2, pattern=pattern, source=7))
     x, z = (torch.randn(2, count, wide, dtype=torch.float64) for count, wide in ((queries, 6), (keys, 7)))
     at = hw.SequenceInfo.contiguous(20 + before, queries, "cpu")
-    made = []
+    recorded = []
     was = bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS
     try:
         bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS = 4, 9
         for layer in (ours, other):
             source = layer.project_source(z, sequence=hw.SequenceInfo.contiguous(20, keys, "cpu"))
-            made.append(gradients(layer, x, source=source, sequence=at))
+            recorded.append(gradients(layer, x, source=source, sequence=at))
     finally:
         bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS = was
-    for one, expected in zip(*made, strict=True):
+    for one, expected in zip(*recorded, strict=True):
         check_close(one, expected, rtol=1e-9, atol=1e-10)
 
 
@@ -99,11 +101,11 @@ def test_prompts_attend_to_cached_tokens(small):
 def test_rows_without_allowed_keys_are_zero_without_gradient(small):
     ours, _ = pair(base())
     x = torch.randn(2, 7, 10, dtype=torch.float64)
-    told = hw.SequenceInfo.from_batch(x, lengths=[7, 3])
-    seen = hw.Probe("heads")
-    ours(x, sequence=told, probe=seen)
-    assert (seen.tensors["heads"][1, 3:] == 0).all()
-    for one in gradients(ours, x, sequence=told):
+    sequence = hw.SequenceInfo.from_batch(x, lengths=[7, 3])
+    probe = hw.Probe("heads")
+    ours(x, sequence=sequence, probe=probe)
+    assert (probe.tensors["heads"][1, 3:] == 0).all()
+    for one in gradients(ours, x, sequence=sequence):
         assert one.isfinite().all()
 
 
@@ -115,10 +117,10 @@ def test_error_is_at_most_that_of_plain_operations(count, logits):
     exact = copy.deepcopy(other).double()
     x = (torch.randn(2, count, 32) * logits**0.5).to(BF16)
     truth = gradients(exact, x.double())
-    for made, plain, true in zip(gradients(ours, x), gradients(other, x), truth, strict=True):
-        assert made.isfinite().all()
+    for built, plain, true in zip(gradients(ours, x), gradients(other, x), truth, strict=True):
+        assert built.isfinite().all()
         if logits == 1.0:
-            error, known = ((t.double() - true).abs().max().item() for t in (made, plain))
+            error, known = ((t.double() - true).abs().max().item() for t in (built, plain))
             assert error <= 2 * known + 4 * 2**-8 * true.abs().max().item()
 
 
@@ -128,10 +130,10 @@ def test_sums_over_many_blocks_are_not_rounded_with_each():
     v = torch.zeros(1, 1200, 1, 2, dtype=BF16).requires_grad_()
     spec = hw.design(model=2, heads=1, pattern="full")
     at = hw.SequenceInfo.contiguous(0, 1200, "cpu")
-    asked = hw.interfaces.core_types.QueryContext(q, q, 1.0, at)
+    query_context = hw.interfaces.core_types.QueryContext(q, q, 1.0, at)
     job = CallSignature(spec, spec.core, dtype=BF16, needs_grad=True)
-    told = backends.CoreInputs(q, q, v, asked, {}, {})
-    o = bf16_matmul.attend(job, hw.AttentionMask(at, at, spec.pattern), told, hw.Attention(spec).core_steps, None)
+    inputs = backends.CoreInputs(q, q, v, query_context, {}, {})
+    o = bf16_matmul.attend(job, hw.AttentionMask(at, at, spec.pattern), inputs, hw.Attention(spec).core_steps, None)
     o.backward(torch.ones_like(o))
     check_close(v.grad, torch.ones_like(v), rtol=0, atol=2**-8)
 
@@ -139,22 +141,22 @@ def test_sums_over_many_blocks_are_not_rounded_with_each():
 # --- what is kept --------------------------------------------------------------------------------------
 
 
-def kept(count: int) -> int:
+def saved_bytes(count: int) -> int:
     layer = hw.Attention(hw.design(model=16, heads=4, pattern="causal"), backend="bf16_matmul").to(BF16)
-    held: dict[int, int] = {}
+    recorded: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        recorded[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(torch.randn(1, count, 16).to(BF16).requires_grad_())
-    return sum(held.values())
+    return sum(recorded.values())
 
 
 def test_weights_of_long_texts_are_not_kept():
-    assert kept(2048) / kept(1024) <= 2
-    assert kept(512) / kept(256) > 2.5  # those of short ones are
+    assert saved_bytes(2048) / saved_bytes(1024) <= 2
+    assert saved_bytes(512) / saved_bytes(256) > 2.5  # those of short ones are
 
 
 @pytest.mark.parametrize("count", [5, 128, 300, 513])
@@ -173,8 +175,8 @@ def test_saved_bytes_are_counted(count):
 def test_saved_tensors_are_not_recomputed(small):
     spec = base(pattern="causal")
     job = CallSignature(spec, spec.core)
-    told = [backends.recomputed_flops(bf16_matmul, job, hw.CallSize(1, keys, keys, keys), 100) for keys in (9, 10)]
-    assert told == [0, 100 * spec.core.score_dim // (spec.core.score_dim + spec.core.vdim)]
+    values = [backends.recomputed_flops(bf16_matmul, job, hw.CallSize(1, keys, keys, keys), 100) for keys in (9, 10)]
+    assert values == [0, 100 * spec.core.score_dim // (spec.core.score_dim + spec.core.vdim)]
 
 
 # --- who takes what ------------------------------------------------------------------------------------
@@ -223,14 +225,14 @@ def test_an_autocast_layer_is_as_good_as_plain():
     ours, other = pair(base(pattern="causal"), torch.float32)
     x = torch.randn(2, 150, 10)
     with torch.autocast("cpu", BF16):
-        made, expected = gradients(ours, x), gradients(other, x)
-    for one, plain in zip(made, expected, strict=True):
+        built, expected = gradients(ours, x), gradients(other, x)
+    for one, plain in zip(built, expected, strict=True):
         assert one.dtype == plain.dtype
         check_close(one, plain, rtol=0, atol=0.05 * plain.abs().max().item())
 
 
 @pytest.mark.parametrize(
-    ("words", "state", "said"),
+    ("words", "state", "value"),
     [
         ({"modifiers": (hw.Alibi(),)}, {}, "needs a plain softmax over scaled dot products, with nothing added"),
         ({"normaliser": hw.SinkSoftmax()}, {}, "needs a plain softmax over scaled dot products, with nothing added"),
@@ -241,18 +243,18 @@ def test_an_autocast_layer_is_as_good_as_plain():
         ({}, {"has_caller_mask": True}, "does not support a mask given by the caller; dense does"),
     ],
 )
-def test_unsupported_calls_have_reasons(words, state, said):
+def test_unsupported_calls_have_reasons(words, state, value):
     spec = hw.design(model=12, heads=4, **words)
     refused = bf16_matmul.unsupported_reasons(CallSignature(spec, spec.core, **state))
-    assert any(said in one for one in refused), refused
+    assert any(value in one for one in refused), refused
 
 
 def test_packed_texts_stay_with_their_kernel(monkeypatch: pytest.MonkeyPatch):
     layer = hw.Attention(hw.design(model=8, heads=2, pattern="causal")).to(BF16)
-    told = hw.SequenceInfo.packed([[3, 4]])
+    sequence = hw.SequenceInfo.packed([[3, 4]])
     calls = []
     monkeypatch.setattr(varlen, "attend_varlen", lambda qkv, *rest: calls.append(1) or qkv[2])
-    layer(torch.randn(1, 7, 8).to(BF16), sequence=told)
+    layer(torch.randn(1, 7, 8).to(BF16), sequence=sequence)
     assert calls == [1]
 
 
@@ -281,7 +283,7 @@ def test_torch_func_transforms_use_plain_operations():
 def test_empty_calls_use_plain_operations(small, monkeypatch: pytest.MonkeyPatch):
     """No tokens, or no rows: plain operations know what that is."""
     ours, _ = pair(base())
-    asked = []
-    monkeypatch.setattr(dense, "attend", lambda job, sight, inputs, *rest: asked.append(1) or inputs.q)
+    recorded = []
+    monkeypatch.setattr(dense, "attend", lambda job, attention_mask, inputs, *rest: recorded.append(1) or inputs.q)
     assert ours(torch.zeros(0, 3, 10, dtype=torch.float64)).shape == (0, 3, 10)
-    assert asked == [1]
+    assert recorded == [1]

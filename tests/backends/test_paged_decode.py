@@ -31,7 +31,7 @@ from support.paged_layers import (
 FEW = settings(max_examples=max(1, settings().max_examples // 4), deadline=None)
 
 
-def said(spec: hw.AttentionSpec, **more) -> list[str]:
+def unsupported_reasons(spec: hw.AttentionSpec, **more) -> list[str]:
     return backends.unsupported_reasons_by_backend(
         CallSignature(
             spec, spec.core_of(spec.projection_form(one=True)), **{"single_query": True, "has_paged_cache": True} | more
@@ -60,17 +60,17 @@ def test_rows_read_their_pages_as_one_pass_reads(name: str, lengths, page: int, 
     pool = make_pool(layer.spec, torch.float64, page, each * (len(lengths) + len(taken)), order)
     x = torch.randn(len(lengths), max(lengths) + 1, MODEL, dtype=torch.float64)
     cache = prefilled_cache(layer, pool, x, lengths)
-    texts, held = [row[:length] for row, length in zip(x, lengths, strict=True)], pool.nbytes
+    texts, nbytes = [row[:length] for row, length in zip(x, lengths, strict=True)], pool.nbytes
     for turn in range(3):
         new = torch.randn(len(texts), 1, MODEL, dtype=torch.float64)
-        texts = [torch.cat(told) for told in zip(texts, new, strict=True)]
+        texts = [torch.cat(value) for value in zip(texts, new, strict=True)]
         ours = decode_step(layer, cache, new, "paged")
         for row, text in zip(ours, texts, strict=True):
             cases.check_close(row, last_output_in_one_pass(layer, text))
         if turn == 0:
             cache.select_rows(torch.tensor(taken))
             texts = [texts[n] for n in taken]
-    assert pool.nbytes == held  # no step has gathered a page
+    assert pool.nbytes == nbytes  # no step has gathered a page
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -98,7 +98,7 @@ def test_errors_equal_those_of_gathered_keys(name: str, dtype: torch.dtype):
     for only in ("paged", "dense"):
         cache = prefilled_cache(layer, make_pool(layer.spec, dtype, 16, 60, 2), x, lengths)
         far[only] = decode_step(layer, cache, new, only).double()
-    exact.load_state_dict({name: held.double() for name, held in layer.state_dict().items()})
+    exact.load_state_dict({name: tensor.double() for name, tensor in layer.state_dict().items()})
     truth = torch.stack(
         [last_output_in_one_pass(exact, torch.cat([x[b, :n], new[b]]).double()) for b, n in enumerate(lengths)]
     )
@@ -110,7 +110,7 @@ def test_errors_equal_those_of_gathered_keys(name: str, dtype: torch.dtype):
 def test_threads_do_not_change_a_bit(dtype: torch.dtype):
     layer = build_layer("sinks", dtype)
     other = build_layer("grouped", dtype)
-    x, threads, told = torch.randn(4, 900, MODEL).to(dtype), torch.get_num_threads(), []
+    x, threads, recorded = torch.randn(4, 900, MODEL).to(dtype), torch.get_num_threads(), []
     lengths = [899, 3, 411, 0]
     try:
         for count in (1, 2):
@@ -120,10 +120,10 @@ def test_threads_do_not_change_a_bit(dtype: torch.dtype):
             ]
             torch.set_num_threads(count)
             each = zip((layer, other), caches, strict=True)
-            told.append([decode_step(one, cache, x[:, 899:], "paged") for one, cache in each])
+            recorded.append([decode_step(one, cache, x[:, 899:], "paged") for one, cache in each])
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for a, b in zip(*told, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*recorded, strict=True))
 
 
 def test_scores_that_are_huge_stay_numbers():
@@ -167,17 +167,19 @@ def test_projections_that_pass_cached_tensors_on_do_so():
 
 def test_reasons_to_gather():
     plain = hw.design(model=12, heads=4, kv=2)
-    assert said(plain) == []
-    assert said(plain, has_paged_cache=False) == ["the KV cache is not paged"]
-    assert said(plain, single_query=False) == ["supports one query per row only"]
-    assert said(plain, needs_grad=True) == ["a paged cache keeps no gradients"]
-    assert said(plain, device="cuda") == ["has a kernel for the CPU only, not cuda"]
-    assert said(plain, probed_tensors=frozenset({"k", "v"})) == ["it never has the k, v of each row side by side"]
+    assert unsupported_reasons(plain) == []
+    assert unsupported_reasons(plain, has_paged_cache=False) == ["the KV cache is not paged"]
+    assert unsupported_reasons(plain, single_query=False) == ["supports one query per row only"]
+    assert unsupported_reasons(plain, needs_grad=True) == ["a paged cache keeps no gradients"]
+    assert unsupported_reasons(plain, device="cuda") == ["has a kernel for the CPU only, not cuda"]
+    assert unsupported_reasons(plain, probed_tensors=frozenset({"k", "v"})) == [
+        "cannot show k, v: it reads keys and values in their pages"
+    ]
     latent = hw.design(model=12, heads=4, project=hw.Latent(rank=6, rope=2), modifiers=(hw.Rotary(),))
-    assert said(latent) == ["Latent computes keys and values from what is cached"]
+    assert unsupported_reasons(latent) == ["Latent computes keys and values from what is cached"]
     sinks = hw.design(model=12, heads=4, normaliser=hw.SinkSoftmax())
-    assert said(sinks, probed_tensors=frozenset({"lse"})) == ["its lse includes the sinks"]
-    assert said(sinks) == []
+    assert unsupported_reasons(sinks, probed_tensors=frozenset({"lse"})) == ["its lse includes the sinks"]
+    assert unsupported_reasons(sinks) == []
 
 
 def test_why_reports_the_paged_backend():
@@ -203,26 +205,26 @@ def test_several_tokens_of_a_row_are_gathered():
 
 def test_probed_layers_gather_their_keys():
     """Whoever looks at keys of a call has those of each row side by side, zero where a row has none."""
-    layer, seen = build_layer("sinks"), []
+    layer, recorded = build_layer("sinks"), []
     pool = make_pool(layer.spec, torch.float64, 4, 20, 0)
     pool.numbers.fill_(torch.nan)  # the page that stands for none, too
     x = torch.randn(2, 31, MODEL, dtype=torch.float64)
     cache = prefilled_cache(layer, pool, x, [30, 8])
     attend = backends.paged_decode.attend
 
-    def watched(job: CallSignature, sight: AttentionMask, inputs: CoreInputs, *rest: object) -> torch.Tensor:
-        seen.append((sight, inputs))
-        return attend(job, sight, inputs, *rest)
+    def watched(job: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, *rest: object) -> torch.Tensor:
+        recorded.append((attention_mask, inputs))
+        return attend(job, attention_mask, inputs, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends.paged_decode, "attend", watched)
         ours = decode_step(layer, cache, x[:, 30:], "paged")
-    sight, inputs = backends.gather_pages(*seen[0])
+    sight, inputs = backends.gather_pages(*recorded[0])
     unheld = ~sight.keys.is_real
     assert unheld.any()
-    for held in (inputs.k, inputs.v):
-        assert held.isfinite().all()
-        assert (held[unheld] == 0).all()
+    for tensor in (inputs.k, inputs.v):
+        assert tensor.isfinite().all()
+        assert (tensor[unheld] == 0).all()
     job = CallSignature(layer.spec, layer.spec.core, dtype=torch.float64, single_query=True)
     o = backends.BACKENDS["dense"].attend(job, sight, inputs, layer.core_steps, None)
     cases.check_close(layer.merge_heads(o), ours)
@@ -259,18 +261,18 @@ def answered(net: hw.Transformer, patch: pytest.MonkeyPatch, sizes: list[int]) -
         return hidden(x, **how)
 
     patch.setattr(net, "hidden", called)
-    patch.setattr(PagePool, "gather", lambda *told: gathered.append(told) or gather(*told))
+    patch.setattr(PagePool, "gather", lambda *args: gathered.append(args) or gather(*args))
     streams = [engine.submit([n * size % 13 for n in range(size)], max_new_tokens=4) for size in sizes]
     engine.step()
     before, rows[:] = len(gathered), []
     engine.run()
-    told = rows[:], len(gathered) - before
+    arguments = rows[:], len(gathered) - before
     for stream, size in zip(streams, sizes, strict=True):
         assert (
             stream.ids
             == hw.greedy_decode(net, torch.tensor([[n * size % 13 for n in range(size)]]), max_new_tokens=4)[0]
         )
-    return engine, *told
+    return engine, *arguments
 
 
 def test_an_engine_with_paged_layers_gathers_no_keys(monkeypatch: pytest.MonkeyPatch):
@@ -295,29 +297,29 @@ def test_an_engine_reports_layers_that_gather(monkeypatch: pytest.MonkeyPatch):
     engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])
     gathers = engine.memory.reading.gathers
     assert gathers["decoder.1.attention"] == "needs softmax, not Entmax"
-    assert gathers["decoder.2.attention"] == "the layer asks for dense"
+    assert gathers["decoder.2.attention"] == "the layer sets backend='dense'"
     assert set(rows) == {1}  # each row in a call of its own, as that costs nothing here
     assert gathered == 2 * 3 * 2  # layers, rows, steps
     report = engine.report()
     assert report.data["layers"] == 3
     assert report.data["gathers"] == gathers
     assert str(report).splitlines()[-2:] == [
-        "  layers that gather their pages: 1 (needs softmax, not Entmax)",
-        "  layers that gather their pages: 1 (the layer asks for dense)",
+        "  1 layer gathers its pages: needs softmax, not Entmax",
+        "  1 layer gathers its pages: the layer sets backend='dense'",
     ]
 
 
 def test_reach_is_computed_again_for_longer_rows():
     """A pattern that reads all of a short text may leave keys out of a long one."""
-    asked: list[int] = []
+    recorded: list[int] = []
 
     def rule() -> Causal:
-        asked.append(1)
+        recorded.append(1)
         return Causal()
 
     reach = FullVisibility(hw.Window(500))
     assert [reach.sees_all(used, rule) for used in (2, 7, 8, 2000)] == [True, True, True, False]
-    assert len(asked) == 2  # ahead of need, and not at every step
+    assert len(recorded) == 2  # ahead of need, and not at every step
     assert [reach.sees_all(used, rule) for used in (1, 10**6)] == [False, False]
 
 

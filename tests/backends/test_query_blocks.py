@@ -41,14 +41,14 @@ PATTERNS = [
 ]
 
 
-def told(pattern, asks: range, *runs: range) -> tuple[Tensor, Tensor]:
+def covered_pairs(pattern, queries: range, *runs: range) -> tuple[Tensor, Tensor]:
     """Which pairs the pieces say are read, and how often each is formed, by slots."""
     slots, axes = 0, list[TokenAxis]()
     for places in runs:
         axes.append(TokenAxis(places, slots))
         slots += len(places)
-    allowed, found = torch.zeros(2, len(asks), slots, dtype=torch.int64)
-    for piece in plan_block_batches(pattern, TokenAxis(asks), axes):
+    allowed, found = torch.zeros(2, len(queries), slots, dtype=torch.int64)
+    for piece in plan_block_batches(pattern, TokenAxis(queries), axes):
         mask = torch.ones(len(piece.queries[0]), sum(map(len, piece.keys[0])), dtype=torch.bool)
         if piece.first_block_positions is not None:
             i, j = (
@@ -68,13 +68,13 @@ def told(pattern, asks: range, *runs: range) -> tuple[Tensor, Tensor]:
 @given(start=st.integers(0, 150), count=st.integers(1, 200), cut=st.integers(0, 300), gap=st.integers(0, 40))
 def test_pieces_read_every_allowed_pair_once_and_no_other(pattern, start, count, cut, gap):
     pattern = parse_pattern(pattern)
-    asks, runs = range(start, start + count), (range(cut), range(cut + gap, 300 + gap))
-    allowed, found = told(pattern, asks, *runs)
-    i, j = torch.tensor(list(asks))[:, None], torch.tensor([n for places in runs for n in places])
+    result, runs = range(start, start + count), (range(cut), range(cut + gap, 300 + gap))
+    allowed, found = covered_pairs(pattern, result, *runs)
+    i, j = torch.tensor(list(result))[:, None], torch.tensor([n for places in runs for n in places])
     assert (allowed == (pattern.allows(i, j) & torch.ones_like(allowed, dtype=torch.bool))).all()
     assert found.max() <= 1
     assert int(found.sum()) == sum(
-        piece.num_pairs for piece in plan_block_batches(pattern, TokenAxis(asks), _axes(runs))
+        piece.num_pairs for piece in plan_block_batches(pattern, TokenAxis(result), _axes(runs))
     )
 
 
@@ -167,13 +167,13 @@ def test_gradients_added_together_do_not_overlap(pattern, monkeypatch):
     added, inside, view, overlap = [], [], block_sparse.BatchedBlocks._view, block_sparse.BatchedBlocks._overlap
 
     def viewed(self, x, ranges):
-        given = view(self, x, ranges)
-        added.extend([given] if inside else [])
-        return given
+        inputs = view(self, x, ranges)
+        added.extend([inputs] if inside else [])
+        return inputs
 
-    def overlapped(self, *told):
+    def overlapped(self, *args):
         inside.append(True)
-        overlap(self, *told)
+        overlap(self, *args)
         inside.clear()
 
     monkeypatch.setattr(block_sparse.BatchedBlocks, "_view", viewed)
@@ -214,7 +214,7 @@ def test_huge_scores_and_sinks_give_numbers():
         assert (o[:, :150] == 0).all()  # these stand before every key
 
 
-class Made(TorchDispatchMode):
+class AllocationCounter(TorchDispatchMode):
     """Adds up the bytes of every tensor that an operation makes."""
 
     def __init__(self) -> None:
@@ -223,18 +223,18 @@ class Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for made in tree_leaves(out):
-            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in given:
-                self.nbytes += made.nbytes
+        values = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for built in tree_leaves(out):
+            if isinstance(built, Tensor) and built.untyped_storage().data_ptr() not in values:
+                self.nbytes += built.nbytes
         return out
 
 
-def made(pattern: str, count: int) -> int:
+def allocated_bytes(pattern: str, count: int) -> int:
     q, k, v = (torch.randn(1, count, 2, 8) for _ in "qkv")
     how = None, [], [0, 0], pattern, 0.3
     block_sparse.run_forward(q, k, v, *how)
-    with Made() as mode:
+    with AllocationCounter() as mode:
         o, lse = block_sparse.run_forward(q, k, v, *how)
         block_sparse.run_backward(o, o, lse, q, k, v, *how)
     return mode.nbytes
@@ -252,12 +252,12 @@ LINEAR = [
 @pytest.mark.parametrize("pattern", LINEAR)
 def test_work_and_memory_grow_with_the_length(pattern):
     layer = hw.Attention(hw.design(model=16, heads=2, pattern=pattern), backend="block_sparse")
-    kept = [saved_bytes(layer, count) for count in (1024, 2048)]
-    numbers = [made(pattern, count) for count in (1024, 2048)]
-    spent = [count_batch_pairs(parse_pattern(pattern), range(count), range(count)) for count in (1024, 2048)]
-    assert spent[1] <= 2.2 * spent[0]
+    keep = [saved_bytes(layer, count) for count in (1024, 2048)]
+    numbers = [allocated_bytes(pattern, count) for count in (1024, 2048)]
+    values = [count_batch_pairs(parse_pattern(pattern), range(count), range(count)) for count in (1024, 2048)]
+    assert values[1] <= 2.2 * values[0]
     assert numbers[1] <= 2.2 * numbers[0]
-    assert kept[1] <= 2.2 * kept[0]
+    assert keep[1] <= 2.2 * keep[0]
 
 
 @pytest.mark.parametrize("modifiers", [(hw.T5Bias(buckets=8, reach=9),), (hw.Alibi(),)], ids=repr)
@@ -267,17 +267,17 @@ def test_biases_leave_gradients_that_grow_with_the_length(modifiers):
     for count in (1024, 2048):
         x = torch.randn(1, count, 8, requires_grad=True)
         y = layer(x).sum()
-        with Made() as mode:
+        with AllocationCounter() as mode:
             y.backward()
         grown.append(mode.nbytes)
     assert grown[1] <= 2.2 * grown[0]
 
 
 def test_no_tensor_is_saved_without_gradients():
-    layer, held = hw.Attention(cases.base(pattern="window(20)"), backend="block_sparse"), list[Tensor]()
-    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(held.append, lambda t: t):
+    layer, stored = hw.Attention(cases.base(pattern="window(20)"), backend="block_sparse"), list[Tensor]()
+    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(stored.append, lambda t: t):
         layer(torch.randn(1, 300, 10))
-    assert not held
+    assert not stored
 
 
 def test_second_derivatives_are_refused():

@@ -75,8 +75,8 @@ def test_decode_options_count(dtype):
     bias[:, :, 7] = -torch.inf
     beside = PagedDecodeOptions(bias, torch.randn(6), softcap=1.5)
     o, lse = attend_paged(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.5, options=beside)
-    told = replace_bias(beside, length)
-    expected = reference_decode(q[0], k[0, :length], v[0, :length], 0.5, told)
+    result = replace_bias(beside, length)
+    expected = reference_decode(q[0], k[0, :length], v[0, :length], 0.5, result)
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {}
     check_close(o[0], expected[0], **close)
     check_close(lse[0], expected[1], **close)
@@ -103,10 +103,10 @@ def paged(draw):
     return page, lengths, rows, len(pool)
 
 
-@given(drawn=paged(), seed=st.integers(0, 99), kind=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
+@given(page_table=paged(), seed=st.integers(0, 99), kind=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
 @settings(max_examples=40, deadline=None)
-def test_pages_are_read_as_a_dense_cache_is(drawn, seed, kind):
-    page, lengths, rows, count = drawn
+def test_pages_are_read_as_a_dense_cache_is(page_table, seed, kind):
+    page, lengths, rows, count = page_table
     torch.manual_seed(seed)
     k, v = (torch.randn(count, 2, page, width) for width in (16, 21))
     scales = (None, None)
@@ -187,22 +187,22 @@ def test_rounding_is_no_worse_than_torchs(kind):
 def test_gradients_are_those_of_the_definition():
     q, k, v, table = dense([4, 2], 5, 3)
     bias, sink = torch.randn(1, 6, k.shape[1], dtype=torch.float64), torch.randn(6, dtype=torch.float64)
-    given_all = tuple(t.requires_grad_() for t in (q, k, v, bias, sink))
+    result = tuple(t.requires_grad_() for t in (q, k, v, bias, sink))
 
     def core(q, k, v, bias, sink):
         pages = k.transpose(1, 2), v.transpose(1, 2)
         return attend_paged(q, *pages, table, scale=0.5, options=PagedDecodeOptions(bias, sink, softcap=2.0))
 
-    assert torch.autograd.gradcheck(core, given_all)
+    assert torch.autograd.gradcheck(core, result)
 
 
 def test_the_operation_passes_opcheck():
     q, k, v, table = dense([4, 2], 5, 3)
     nothing = [torch.empty(0)] * 4
-    told = torch.library.opcheck(
+    checks = torch.library.opcheck(
         torch.ops.headwise.paged_decode.default, (q, k.transpose(1, 2), v.transpose(1, 2), table, nothing, 0.0)
     )
-    assert set(told.values()) == {"SUCCESS"}
+    assert set(checks.values()) == {"SUCCESS"}
 
 
 def test_its_products_are_counted():
@@ -237,15 +237,15 @@ def test_rows_of_any_length_equal_dense(name):
 def test_a_cache_reports_the_length_of_each_row():
     layer = cases.layer(cases.base(pattern="causal"))
     x = torch.randn(3, 4, 10, dtype=torch.float64)
-    cache, told = layer.cache(batch=3, capacity=9), []
+    cache, recorded = layer.cache(batch=3, capacity=9), []
     layer(x, cache=cache, sequence=hw.SequenceInfo.from_batch(x, lengths=[4, 1, 2]))
     append = cache.append
-    cache.append = lambda entry, at: told.append(append(entry, at)) or told[-1]
+    cache.append = lambda entry, at: recorded.append(append(entry, at)) or recorded[-1]
     layer(x[:, :1], cache=cache)
-    assert told[-1][1].visible_per_row.tolist() == [5, 2, 3]
+    assert recorded[-1][1].visible_per_row.tolist() == [5, 2, 3]
     at = hw.SequenceInfo(torch.tensor([[5], [0], [3]]), torch.tensor([[0], [-1], [0]]))
     layer(x[:, :1], cache=cache, sequence=at)
-    assert told[-1][1].visible_per_row.tolist() == [6, 0, 4]
+    assert recorded[-1][1].visible_per_row.tolist() == [6, 0, 4]
 
 
 def test_packed_documents_do_not_meet_in_a_cache():
@@ -310,7 +310,7 @@ def test_a_cache_of_8_bits_is_near_and_as_large_as_counted(name):
     expected, y = (decode_in_chunks(layer, x, (5, 1, 2, 1), cache) for cache in (full, small))
     assert (y - expected).abs().max() <= 0.1 * expected.abs().max().clamp(min=1)
     counted = costs.cache_bytes(spec, batch=2, capacity=20, bytes_per_number=8, storage="int8")
-    assert small.nbytes == counted == sum(held.nbytes for held in small.entry.values())
+    assert small.nbytes == counted == sum(tensor.nbytes for tensor in small.entry.values())
 
 
 def test_8_bits_are_off_by_half_a_step():
@@ -321,9 +321,9 @@ def test_8_bits_are_off_by_half_a_step():
     for cache in (full, small):
         layer(x, cache=cache)
     found = small.dequantised(small.entry)
-    for name, held in full.entry.items():
-        step = held.abs().amax(-1, keepdim=True) / 127
-        assert ((found[name] - held).abs() <= 0.5001 * step).all()
+    for name, tensor in full.entry.items():
+        step = tensor.abs().amax(-1, keepdim=True) / 127
+        assert ((found[name] - tensor).abs() <= 0.5001 * step).all()
     assert small.nbytes < full.nbytes / 2
     with pytest.raises(hw.SpecError, match="int4"):
         layer.cache(batch=2, capacity=9, storage_format="int4")

@@ -19,16 +19,16 @@ from support.layer_cases import base, check_close
 from support.layer_checks import torch_flops
 
 HALF = (hw.Routed(always=0, active=3),)
-WAYS = {
+IMPLEMENTATIONS = {
     "units": routed_heads.COMPUTE_DTYPES,
     "chunks": (),
 }  # numbers that the kernel reads for; torch's calls read for others
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=IMPLEMENTATIONS)
 def way(request, monkeypatch):
     """Each of the two ways in which heads that speak are read."""
-    monkeypatch.setattr(routed_heads, "COMPUTE_DTYPES", WAYS[request.param])
+    monkeypatch.setattr(routed_heads, "COMPUTE_DTYPES", IMPLEMENTATIONS[request.param])
     return request.param
 
 
@@ -44,7 +44,7 @@ class Call:
             return torch.randn(batch, count, heads, 4, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
 
         self.q, self.k, self.v = some(queries, 6), some(keys, kv), some(keys, kv)
-        self.asks, self.told = (
+        self.query_sequence, self.key_sequence = (
             SequenceInfo.contiguous(keys - queries, queries, "cpu"),
             SequenceInfo.contiguous(0, keys, "cpu"),
         )
@@ -54,11 +54,11 @@ class Call:
         job = CallSignature(self.spec, self.spec.core, needs_grad=True)
         layer = hw.Attention(self.spec)
         bound = CoreSteps.from_spec(self.spec, layer.weights)
-        asked = QueryContext(self.q, self.q, 0.5, self.asks)
+        query_context = QueryContext(self.q, self.q, 0.5, self.query_sequence)
         gate = opened.to(self.q.dtype)[..., None]
-        given = CoreInputs(self.q, self.k, self.v, asked, {}, {}, (gate,))
+        inputs = CoreInputs(self.q, self.k, self.v, query_context, {}, {}, (gate,))
         return gate * routed_heads.attend(
-            job, AttentionMask(self.asks, self.told, self.spec.pattern), given, bound, None
+            job, AttentionMask(self.query_sequence, self.key_sequence, self.spec.pattern), inputs, bound, None
         )
 
     def expected(self, opened: torch.Tensor) -> torch.Tensor:
@@ -66,10 +66,10 @@ class Call:
         each = 6 // self.k.shape[2]
         q, k, v = (t.double() for t in (self.q, self.k.repeat_interleave(each, 2), self.v.repeat_interleave(each, 2)))
         s = torch.einsum("bthk,bshk->bhts", q, k) * 0.5
-        asks, told = self.asks, self.told
-        fits = self.spec.pattern.allows(asks.position[:, None, :, None], told.position[:, None, None, :])
-        same = asks.segment[:, None, :, None] == told.segment[:, None, None, :]
-        allowed = fits & same & (asks.segment >= 0)[:, None, :, None]
+        queries, keys = self.query_sequence, self.key_sequence
+        fits = self.spec.pattern.allows(queries.position[:, None, :, None], keys.position[:, None, None, :])
+        same = queries.segment[:, None, :, None] == keys.segment[:, None, None, :]
+        allowed = fits & same & (queries.segment >= 0)[:, None, :, None]
         w = s.masked_fill(~allowed, -torch.inf).softmax(-1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
         return torch.einsum("bhts,bshv->bthv", w, v) * opened[..., None]
 
@@ -128,11 +128,11 @@ def test_any_choice_of_open_heads_is_exact(pattern, kind, way):
     kv=st.sampled_from([1, 2, 6]),
     pattern=st.sampled_from(PATTERNS),
     seed=st.integers(0, 99),
-    way=st.sampled_from([*WAYS]),
+    way=st.sampled_from([*IMPLEMENTATIONS]),
 )
 def test_any_length_and_load(queries, more, rates, kv, pattern, seed, way):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routed_heads, "COMPUTE_DTYPES", WAYS[way])
+        patch.setattr(routed_heads, "COMPUTE_DTYPES", IMPLEMENTATIONS[way])
         Call(pattern, (1, queries, queries + more), kv).check_reading(some_open(1, queries, rates, seed))
 
 
@@ -140,13 +140,13 @@ def test_any_length_and_load(queries, more, rates, kv, pattern, seed, way):
 @pytest.mark.parametrize("pad", ["left", "right"])
 def test_padding_and_packed_documents(pattern, pad, way):
     call = Call(pattern, (2, 400, 400))
-    told = torch.zeros(2, 400, 1)
-    call.asks = call.told = hw.SequenceInfo.from_batch(told, lengths=[400, 150], pad=pad)
+    keys = torch.zeros(2, 400, 1)
+    call.query_sequence = call.key_sequence = hw.SequenceInfo.from_batch(keys, lengths=[400, 150], pad=pad)
     call.check_reading(some_open(2, 400, EVEN))
     segments = torch.zeros(2, 400, dtype=torch.int64)
     segments[0, 130:] = 1
     segments[1, 390:] = -1
-    call.asks = call.told = hw.SequenceInfo.from_batch(told, segments=segments)
+    call.query_sequence = call.key_sequence = hw.SequenceInfo.from_batch(keys, segments=segments)
     call.check_reading(some_open(2, 400, UNEVEN))
 
 
@@ -154,7 +154,7 @@ def test_documents_that_are_torn_apart(way):
     """Keys that a token may not read lie between those that it may."""
     for pattern in PATTERNS:
         call = Call(pattern, (2, 200, 200))
-        call.asks = call.told = SequenceInfo(
+        call.query_sequence = call.key_sequence = SequenceInfo(
             torch.arange(200)[None].expand(2, 200), (torch.arange(200) // 7 % 2).expand(2, 200)
         )
         call.check_reading(some_open(2, 200, EVEN))
@@ -181,8 +181,8 @@ def test_error_is_at_most_twice_that_of_all_heads(dtype):
     ours = call.attend(opened).double()
     dense = BACKENDS["sdpa"].attend(
         CallSignature(call.spec, call.spec.core),
-        AttentionMask(call.asks, call.told, call.spec.pattern),
-        CoreInputs(call.q, call.k, call.v, QueryContext(call.q, call.q, 0.5, call.asks), {}, {}, ()),
+        AttentionMask(call.query_sequence, call.key_sequence, call.spec.pattern),
+        CoreInputs(call.q, call.k, call.v, QueryContext(call.q, call.q, 0.5, call.query_sequence), {}, {}, ()),
         CoreSteps.from_spec(call.spec, hw.Attention(call.spec).weights),
         None,
     )
@@ -247,17 +247,22 @@ def test_under_autocast():
 # --- who is refused --------------------------------------------------------------------------------------
 
 
-def said(modifiers, **more) -> str:
+def unsupported_text(modifiers, **more) -> str:
     words = {name: more.pop(name) for name in ("normaliser", "vdim", "pattern") if name in more}
     spec = base(**({"pattern": "causal()", "modifiers": modifiers} | words))
     return "; ".join(routed_heads.unsupported_reasons(CallSignature(spec, spec.core, **more)))
 
 
 def test_supported_calls():
-    assert said(HALF) == said(HALF, needs_grad=True) == said((hw.Rotary(), *HALF), training=True) == ""
+    assert (
+        unsupported_text(HALF)
+        == unsupported_text(HALF, needs_grad=True)
+        == unsupported_text((hw.Rotary(), *HALF), training=True)
+        == ""
+    )
     by_norm = (hw.Routed(always=2, active=2, router="norm"),)
-    assert said(by_norm) == ""
-    assert "gradients pass the gates" in said(by_norm, needs_grad=True)
+    assert unsupported_text(by_norm) == ""
+    assert "gradients pass the gates" in unsupported_text(by_norm, needs_grad=True)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +285,7 @@ def test_supported_calls():
     ids=repr,
 )
 def test_unsupported_calls_are_refused(modifiers, more, reason):
-    assert reason in said(modifiers, **more)
+    assert reason in unsupported_text(modifiers, **more)
 
 
 def test_heads_that_are_joined_need_those_that_are_shut():
@@ -344,10 +349,10 @@ def test_expected_flops_are_near_those_of_sampled_gates(routing, way):
             for piece in reading.forward_rectangles(pack)
         ]
         formed = sum(len(pack.heads) * math.prod(max(s.stop - s.start, 0) for s in piece[:2]) for pack, piece in pieces)
-    made = spec.core.flops(formed) // 6
-    assert 0.99 * expected <= made <= 1.2 * expected
+    built = spec.core.flops(formed) // 6
+    assert 0.99 * expected <= built <= 1.2 * expected
     every = Fraction(2 * always, 6) + Fraction(active, 6)  # torch counts a triangle as the square around it
-    assert made < float(every) * 1.3 * spec.core.flops(2048 * 2049 // 2)
+    assert built < float(every) * 1.3 * spec.core.flops(2048 * 2049 // 2)
 
 
 def test_a_pruned_layer_reports_its_support():
@@ -357,19 +362,19 @@ def test_a_pruned_layer_reports_its_support():
 
 
 def test_memory_grows_with_length_alone(way):
-    held = {}
+    recorded = {}
     for count in (512, 1024):
         call = Call("causal()", (1, count, count))
-        kept: dict[int, int] = {}
+        calls: dict[int, int] = {}
 
-        def keep(tensor, kept=kept):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        def keep(tensor, keep=calls):
+            keep[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             assert call.attend(some_open(1, count, EVEN)).requires_grad
-        held[count] = sum(kept.values())
-    assert held[1024] <= 2.1 * held[512]
+        recorded[count] = sum(calls.values())
+    assert recorded[1024] <= 2.1 * recorded[512]
 
 
 @pytest.mark.parametrize("modifiers", [(), (hw.Concrete(),), (hw.HeadGate(),)], ids=repr)

@@ -39,13 +39,13 @@ def test_packed_texts_equal_texts_alone(name, many_groups):
     if spec.source is not None:
         pytest.skip("read as a source below")
     layer = cases.layer(spec)
-    told = SequenceInfo.packed(ROWS)
-    x = torch.randn(3, told.count, spec.model, dtype=torch.float64, requires_grad=True)
-    expected = reference.reference_attention(layer, x, tokens=masked(told))
+    sequence = SequenceInfo.packed(ROWS)
+    x = torch.randn(3, sequence.count, spec.model, dtype=torch.float64, requires_grad=True)
+    expected = reference.reference_attention(layer, x, tokens=masked(sequence))
     wanted = layer_gradients(layer, expected, x)
     for backend in (*cases.supporting_backends(spec, needs_grad=True), None):
         layer.backend_name = backend
-        y = layer(x, sequence=told)
+        y = layer(x, sequence=sequence)
         check_close(y, expected)
         for parameter, grad in layer_gradients(layer, y, x).items():
             check_close(grad, wanted[parameter], msg=lambda m, p=parameter, b=backend: f"{b}, {p}: {m}")
@@ -58,14 +58,14 @@ def test_a_text_reads_its_own_source(name, many_groups):
     except hw.SpecError as reason:
         pytest.skip(f"not defined for a source: {reason}")
     layer = cases.layer(spec)
-    at, told = SequenceInfo.packed(ROWS), SequenceInfo.packed(SOURCES)
+    at, sequence = SequenceInfo.packed(ROWS), SequenceInfo.packed(SOURCES)
     x = torch.randn(3, at.count, spec.model, dtype=torch.float64, requires_grad=True)
-    z = torch.randn(3, told.count, spec.source, dtype=torch.float64)
-    expected = reference.reference_attention(layer, x, source=z, tokens=masked(at), source_tokens=masked(told))
+    z = torch.randn(3, sequence.count, spec.source, dtype=torch.float64)
+    expected = reference.reference_attention(layer, x, source=z, tokens=masked(at), source_tokens=masked(sequence))
     wanted = layer_gradients(layer, expected, x)
     for backend in (*cases.supporting_backends(spec, needs_grad=True), None):
         layer.backend_name = backend
-        y = layer(x, sequence=at, source=layer.project_source(z, sequence=told))
+        y = layer(x, sequence=at, source=layer.project_source(z, sequence=sequence))
         check_close(y, expected)
         for parameter, grad in layer_gradients(layer, y, x).items():
             check_close(grad, wanted[parameter], msg=lambda m, p=parameter, b=backend: f"{b}, {p}: {m}")
@@ -78,11 +78,11 @@ LENGTHS = st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=5), min_si
 @given(rows=LENGTHS, pattern=st.sampled_from(["causal", "full", "window(40)", "causal & dilated(9, rate=2)"]))
 def test_texts_of_any_lengths_equal_texts_alone(rows, pattern):
     layer = hw.Attention(hw.design(model=6, heads=3, kv=1, dim=4, pattern=pattern, modifiers=(hw.Rotary(),))).double()
-    told = SequenceInfo.packed(rows)
-    x = torch.randn(len(rows), told.count, 6, dtype=torch.float64, requires_grad=True)
-    y = layer(x, sequence=told)
+    sequence = SequenceInfo.packed(rows)
+    x = torch.randn(len(rows), sequence.count, 6, dtype=torch.float64, requires_grad=True)
+    y = layer(x, sequence=sequence)
     back = torch.randn_like(y)
-    (grad,) = torch.autograd.grad(y, x, back) if told.count else (x,)
+    (grad,) = torch.autograd.grad(y, x, back) if sequence.count else (x,)
     for n, row in enumerate(rows):
         begin = 0
         for length in row:
@@ -101,66 +101,66 @@ def test_texts_of_any_lengths_equal_texts_alone(rows, pattern):
     spare=st.integers(0, 5000),
 )
 def test_few_masked_pairs_are_computed(sizes, spare):
-    asks, keys = [one for one, _ in sizes], [other for _, other in sizes]
+    values, keys = [one for one, _ in sizes], [other for _, other in sizes]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(varlen, "FREE_PAIRS", spare)
-        groups = list(group_by_length(asks, keys))
-    assert sorted(n for group in groups for n in group) == [n for n, count in enumerate(asks) if count]
+        groups = list(group_by_length(values, keys))
+    assert sorted(n for group in groups for n in group) == [n for n, count in enumerate(values) if count]
     for group in groups:
-        formed = len(group) * max(asks[n] for n in group) * max(1, *(keys[n] for n in group))
-        read = sum(asks[n] * keys[n] for n in group)
+        formed = len(group) * max(values[n] for n in group) * max(1, *(keys[n] for n in group))
+        read = sum(values[n] * keys[n] for n in group)
         assert formed - read <= max(spare, MAX_WASTED_PAIRS_RATIO * read) or len(group) == 1
 
 
 def test_memory_grows_with_the_texts_and_not_with_the_row():
-    def kept(count: int) -> int:
+    def saved_bytes(count: int) -> int:
         layer = hw.Attention(hw.design(model=16, heads=4, pattern="causal", modifiers=(hw.TalkingHeads(),)))
-        told, held = SequenceInfo.packed([[64] * count]), dict[int, int]()
-        x = torch.randn(1, told.count, 16, requires_grad=True)
+        sequence, stored = SequenceInfo.packed([[64] * count]), dict[int, int]()
+        x = torch.randn(1, sequence.count, 16, requires_grad=True)
 
         def keep(tensor):
-            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            stored[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            y = layer(x, sequence=told)
+            y = layer(x, sequence=sequence)
         assert y.requires_grad
-        return sum(held.values())
+        return sum(stored.values())
 
-    assert kept(32) <= 2.1 * kept(16)
+    assert saved_bytes(32) <= 2.1 * saved_bytes(16)
 
 
 def test_texts_without_a_source_attend_to_nothing():
     layer = cases.layer(cases.as_cross_attention(cases.base()))
-    seen = hw.Probe("heads")
+    probe = hw.Probe("heads")
     x, z = torch.randn(1, 5, 10).double(), torch.randn(1, 4, cases.WIDTH).double()
     y = layer(
         x,
         sequence=SequenceInfo.packed([[2, 3]]),
         source=layer.project_source(z, sequence=SequenceInfo.packed([[4]])),
-        probe=seen,
+        probe=probe,
     )
     assert y.isfinite().all()
-    assert not seen.tensors["heads"][0, 2:].any()
-    assert seen.tensors["heads"][0, :2].all()
+    assert not probe.tensors["heads"][0, 2:].any()
+    assert probe.tensors["heads"][0, :2].all()
 
 
-WAYS = {"whole": (MAX_KERNEL_LENGTH, MAX_DENSE_LENGTH), "short": (-1, MAX_DENSE_LENGTH), "fused": (-1, 0)}
+LIMITS_BY_MODE = {"whole": (MAX_KERNEL_LENGTH, MAX_DENSE_LENGTH), "short": (-1, MAX_DENSE_LENGTH), "fused": (-1, 0)}
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=LIMITS_BY_MODE)
 def way(request, monkeypatch):
     """By the kernel; in groups, short ones by plain operations; in groups, all by a fused call."""
-    monkeypatch.setattr(varlen, "MAX_KERNEL_LENGTH", WAYS[request.param][0])
-    monkeypatch.setattr(dispatch, "MAX_DENSE_LENGTH", WAYS[request.param][1])
+    monkeypatch.setattr(varlen, "MAX_KERNEL_LENGTH", LIMITS_BY_MODE[request.param][0])
+    monkeypatch.setattr(dispatch, "MAX_DENSE_LENGTH", LIMITS_BY_MODE[request.param][1])
     return request.param
 
 
 def test_large_scores_are_no_trouble(way):
     layer = hw.Attention(hw.design(model=8, heads=2))
-    told = SequenceInfo.packed([[40, 3, 2]])
-    x = (1e4 * torch.randn(1, told.count, 8)).requires_grad_()
-    y = layer(x, sequence=told)
+    sequence = SequenceInfo.packed([[40, 3, 2]])
+    x = (1e4 * torch.randn(1, sequence.count, 8)).requires_grad_()
+    y = layer(x, sequence=sequence)
     assert y.isfinite().all()
     assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
 
@@ -171,12 +171,12 @@ def test_low_precision_errs_no_more_than_twice_as_dense(dtype, way):
     coarse = hw.Attention(exact.spec).to(dtype)
     coarse.load_state_dict(exact.state_dict())
     exact.load_state_dict(coarse.state_dict())
-    told = SequenceInfo.packed([[5, 40, 33, 2]])
-    x = torch.randn(1, told.count, 16).to(dtype)
-    truth = exact(x.double(), sequence=masked(told))
-    ours = (coarse(x, sequence=told).double() - truth).abs().max()
+    sequence = SequenceInfo.packed([[5, 40, 33, 2]])
+    x = torch.randn(1, sequence.count, 16).to(dtype)
+    truth = exact(x.double(), sequence=masked(sequence))
+    ours = (coarse(x, sequence=sequence).double() - truth).abs().max()
     coarse.backend_name = "dense"
-    theirs = (coarse(x, sequence=masked(told)).double() - truth).abs().max()
+    theirs = (coarse(x, sequence=masked(sequence)).double() - truth).abs().max()
     assert ours <= 2 * theirs + 4 * torch.finfo(dtype).eps * truth.abs().max()
 
 
@@ -185,9 +185,9 @@ def runs_apart(layer, x, **call) -> bool:
     before = backends.PackedDispatch.attend
     called = []
 
-    def attend(self, *given):
+    def attend(self, *args):
         called.append(self)
-        return before(self, *given)
+        return before(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends.PackedDispatch, "attend", attend)
@@ -197,33 +197,33 @@ def runs_apart(layer, x, **call) -> bool:
 
 def test_texts_run_separately_unless_a_probe_needs_the_whole_row():
     layer = cases.layer(cases.base(pattern="causal"))
-    told = SequenceInfo.packed([[3, 4]])
+    sequence = SequenceInfo.packed([[3, 4]])
     x = torch.randn(1, 7, 10, dtype=torch.float64)
-    assert runs_apart(layer, x, sequence=told)
-    assert runs_apart(layer, x, sequence=told.to("cpu"))
-    assert runs_apart(layer, x, sequence=told, probe=hw.Probe("q", "heads"))
-    assert not runs_apart(layer, x, sequence=masked(told))
-    assert not runs_apart(layer, x, sequence=told, probe=hw.Probe("weights"))
-    assert not runs_apart(layer, x, sequence=told, mask=torch.ones(1, 1, 7, 7, dtype=torch.bool))
-    assert not runs_apart(layer, x, sequence=told, cache=layer.cache(batch=1, capacity=9))
-    assert not runs_apart(layer, x.expand(2, -1, -1), sequence=told)  # one row of tokens for two rows alike
+    assert runs_apart(layer, x, sequence=sequence)
+    assert runs_apart(layer, x, sequence=sequence.to("cpu"))
+    assert runs_apart(layer, x, sequence=sequence, probe=hw.Probe("q", "heads"))
+    assert not runs_apart(layer, x, sequence=masked(sequence))
+    assert not runs_apart(layer, x, sequence=sequence, probe=hw.Probe("weights"))
+    assert not runs_apart(layer, x, sequence=sequence, mask=torch.ones(1, 1, 7, 7, dtype=torch.bool))
+    assert not runs_apart(layer, x, sequence=sequence, cache=layer.cache(batch=1, capacity=9))
+    assert not runs_apart(layer, x.expand(2, -1, -1), sequence=sequence)  # one row of tokens for two rows alike
 
 
 def test_a_source_that_is_not_packed_is_read_as_one():
     layer = cases.layer(cases.as_cross_attention(cases.base()))
     x, z = torch.randn(1, 5, 10).double(), torch.randn(1, 4, cases.WIDTH).double()
-    told = SequenceInfo.packed([[2, 3]])
-    check_close(layer(x, sequence=told, source=z), layer(x, sequence=masked(told), source=z))
+    sequence = SequenceInfo.packed([[2, 3]])
+    check_close(layer(x, sequence=sequence, source=z), layer(x, sequence=masked(sequence), source=z))
 
 
 def test_a_plan_is_made_once_for_all_layers():
-    told = SequenceInfo.packed([[3, 4]])
+    sequence = SequenceInfo.packed([[3, 4]])
     layers = [cases.layer(cases.base(pattern=pattern)) for pattern in ("causal", "causal", "full", "full")]
     for layer, backend in zip(layers, ("dense", "sdpa", "sdpa", None), strict=True):
         layer.backend_name = backend
-        layer(torch.randn(1, 7, 10, dtype=torch.float64), sequence=told)
-    assert [kind for _, kind, _ in told.backend_plans] == ["kernel", "groups, True", "groups, False"]
-    assert all(other is None for other, _, _ in told.backend_plans)
+        layer(torch.randn(1, 7, 10, dtype=torch.float64), sequence=sequence)
+    assert [kind for _, kind, _ in sequence.backend_plans] == ["kernel", "groups, True", "groups, False"]
+    assert all(other is None for other, _, _ in sequence.backend_plans)
 
 
 def test_invalid_lengths_are_refused():
@@ -233,24 +233,24 @@ def test_invalid_lengths_are_refused():
 
 
 def test_some_rows_and_another_device_keep_the_lengths():
-    told = SequenceInfo.packed([[2, 1], [3], [1, 1]])
-    assert told.rows(slice(1, 3)).lengths == ((3,), (1, 1))
-    assert told.to("meta").lengths == told.lengths
+    sequence = SequenceInfo.packed([[2, 1], [3], [1, 1]])
+    assert sequence.rows(slice(1, 3)).lengths == ((3,), (1, 1))
+    assert sequence.to("meta").lengths == sequence.lengths
 
 
 @pytest.mark.compile
 def test_compiled_rows_are_masked_and_the_same():
     layer = hw.Attention(hw.design(model=8, heads=2, pattern="causal")).double()
-    told = SequenceInfo.packed([[3, 4]])
+    sequence = SequenceInfo.packed([[3, 4]])
     x = torch.randn(1, 7, 8, dtype=torch.float64)
     torch._dynamo.reset()
     run = torch.compile(layer, fullgraph=True, backend="eager")
-    check_close(run(x, sequence=told), layer(x, sequence=told))
+    check_close(run(x, sequence=sequence), layer(x, sequence=sequence))
 
 
 def test_self_and_cross_attention_are_planned_separately():
-    at, told = SequenceInfo.packed([[2, 3]]), SequenceInfo.packed([[4, 1]])
+    at, sequence = SequenceInfo.packed([[2, 3]]), SequenceInfo.packed([[4, 1]])
     for plan in (group_plan, kernel_plan):
         plan(AttentionMask(at, at, Full()))
-    assert group_plan(AttentionMask(at, told, Full())).keys.shapes == ((2, 4),)
-    assert kernel_plan(AttentionMask(at, told, Full())).table.tolist() == [[0, 2, 0, 4], [2, 3, 4, 1]]
+    assert group_plan(AttentionMask(at, sequence, Full())).keys.shapes == ((2, 4),)
+    assert kernel_plan(AttentionMask(at, sequence, Full())).table.tolist() == [[0, 2, 0, 4], [2, 3, 4, 1]]

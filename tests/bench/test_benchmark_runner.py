@@ -71,8 +71,8 @@ class Fixed(MachineLimits):
     """A machine that reads and multiplies by the fake clock."""
 
     def limit_runs(self, need: RequiredWork | None) -> dict[str, Any]:
-        made = super().limit_runs(need)
-        return {name: CLOCKS[-1].run(name, {READ_RUN: 0.125, MATMUL_RUN: 0.5}[name]) for name in made}
+        built = super().limit_runs(need)
+        return {name: CLOCKS[-1].run(name, {READ_RUN: 0.125, MATMUL_RUN: 0.5}[name]) for name in built}
 
 
 CLOCKS: list[Clock] = []
@@ -129,13 +129,13 @@ def test_a_wide_spread_of_one_run_doubles_the_samples_of_all(clock: Clock):
 
 
 def test_the_order_of_turns_is_shuffled_by_a_fixed_seed():
-    told = list(interleaved_order({"a": 40, "b": 40, "c": 20}, seed=0))
-    assert told == list(interleaved_order({"a": 40, "b": 40, "c": 20}, seed=0))
-    assert told != list(interleaved_order({"a": 40, "b": 40, "c": 20}, seed=1))
-    assert {name: told.count(name) for name in "abc"} == {"a": 40, "b": 40, "c": 20}
-    halves = told[: len(told) // 2]
+    result = list(interleaved_order({"a": 40, "b": 40, "c": 20}, seed=0))
+    assert result == list(interleaved_order({"a": 40, "b": 40, "c": 20}, seed=0))
+    assert result != list(interleaved_order({"a": 40, "b": 40, "c": 20}, seed=1))
+    assert {name: result.count(name) for name in "abc"} == {"a": 40, "b": 40, "c": 20}
+    halves = result[: len(result) // 2]
     assert halves.count("c") == 10  # spread over the rounds, not at one end
-    firsts = [told.index("a", 2 * n) < told.index("b", 2 * n) for n in range(20)]
+    firsts = [result.index("a", 2 * n) < result.index("b", 2 * n) for n in range(20)]
     assert True in firsts
     assert False in firsts
 
@@ -148,11 +148,11 @@ def test_the_warm_estimate_is_the_shortest_of_some(clock: Clock):
 def test_the_collector_rests_while_runs_are_timed(clock: Clock):
     import gc
 
-    seen = []
+    recorded = []
     time_interleaved(
-        {"a": lambda: (seen.append(gc.isenabled()), clock.run("a", 1.0)())}, TimingPace(max_samples=3), clock
+        {"a": lambda: (recorded.append(gc.isenabled()), clock.run("a", 1.0)())}, TimingPace(max_samples=3), clock
     )
-    assert set(seen) == {False}
+    assert set(recorded) == {False}
     assert gc.isenabled()
 
 
@@ -184,7 +184,7 @@ def test_median_and_spread_are_of_the_middle():
         (3.5, 3.5, True),
     ],
 )
-def test_results_are_held_to_their_largest_number(ours: Any, theirs: Any, same: bool):
+def test_tolerance_scales_with_the_largest_number(ours: Any, theirs: Any, same: bool):
     assert (benchmark_case.describe_difference(ours, theirs, 1e-3) == "") is same
 
 
@@ -246,9 +246,9 @@ def test_absent_peers_are_named(bench: session.CaseTimer, clock: Clock):
     assert list(got["peers"]) == ["there"]
     assert [one["met"] for one in got["aim"]] == [None, True]
     assert got["met"] is None
-    said = str(BenchmarkReport(MACHINE, [got]))
-    assert "gone: gone is not installed" in said
-    assert "broken: failed: RuntimeError: no compiler" in said
+    result = str(BenchmarkReport(MACHINE, [got]))
+    assert "gone: gone is not installed" in result
+    assert "broken: failed: RuntimeError: no compiler" in result
 
 
 def test_other_results_give_no_verdict(bench: session.CaseTimer, clock: Clock):
@@ -299,16 +299,16 @@ def test_a_row_reports_where_its_time_went(capsys, fakes, clock: Clock):
 
     fakes["slow"] = CaseKind("Slow work", slow, CaseCount(2, 2))
     _, out, _ = run(capsys, "slow", "--json")
-    told = json.loads(out)
+    data = json.loads(out)
     pace = runner.TIMING_PACES[False]
     seconds = 0.5 * pace.num_samples(0.5, 2) + 1.0 * pace.num_samples(1.0, 2)
-    assert told["rows"][0]["took"] == pytest.approx({"making": 4.0, "first calls": 1.5, "samples": seconds})
-    assert told["rows"][1]["took"]["making"] == 60.0
-    whole = sum(sum(row["took"].values()) for row in told["rows"])
-    assert told["machine"]["took"] == pytest.approx(whole)
-    said = " ".join(run(capsys, "slow")[1].split())
-    assert f"total time {format_duration(whole)}" in said
-    assert f"Time by kind: slow {format_duration(whole)}." in said
+    assert data["rows"][0]["took"] == pytest.approx({"making": 4.0, "first calls": 1.5, "samples": seconds})
+    assert data["rows"][1]["took"]["making"] == 60.0
+    whole = sum(sum(row["took"].values()) for row in data["rows"])
+    assert data["machine"]["took"] == pytest.approx(whole)
+    text = " ".join(run(capsys, "slow")[1].split())
+    assert f"total time {format_duration(whole)}" in text
+    assert f"Time by kind: slow {format_duration(whole)}." in text
 
 
 def test_an_aim_without_a_peer_is_an_error(bench: session.CaseTimer, clock: Clock):
@@ -337,8 +337,8 @@ MACHINE = {
 }  # fmt: skip
 
 
-def caches(folder: Path, *told: tuple[int, str, str, str]) -> Path:
-    for n, (cpu, level, size, shared) in enumerate(told):
+def caches(folder: Path, *args: tuple[int, str, str, str]) -> Path:
+    for n, (cpu, level, size, shared) in enumerate(args):
         index = folder / f"cpu{cpu}" / "cache" / f"index{n}"
         index.mkdir(parents=True)
         for name, value in (("level", level), ("size", size), ("shared_cpu_list", shared)):
@@ -347,8 +347,8 @@ def caches(folder: Path, *told: tuple[int, str, str, str]) -> Path:
 
 
 def test_the_last_level_is_that_of_all_processors_once(tmp_path: Path):
-    told = [(0, "1", "48K", "0"), (0, "3", "32768K", "0-1"), (1, "3", "32768K", "0-1"), (2, "3", "16M", "2-3")]
-    assert session.find_last_level_cache(caches(tmp_path / "a", *told)) == (48 * 2**20, True)
+    result = [(0, "1", "48K", "0"), (0, "3", "32768K", "0-1"), (1, "3", "32768K", "0-1"), (2, "3", "16M", "2-3")]
+    assert session.find_last_level_cache(caches(tmp_path / "a", *result)) == (48 * 2**20, True)
     assert session.find_last_level_cache(tmp_path / "nothing") == (2**25, False)
     damaged = caches(tmp_path / "b", (0, "3", "unknown", "0-1"), (1, "2", "2M", "1"))
     assert session.find_last_level_cache(damaged) == (2 * 2**20, True)
@@ -409,13 +409,13 @@ def fakes(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> dict[str, Any]:
     def other(quick: bool) -> Iterator[BenchmarkCase]:
         yield BenchmarkCase("other", clock.run("ours", 0.5), {"liar": clock.run("liar", 1.0, gives=SAME + 1)})
 
-    made = {"slow": CaseKind("Slow work", slow, CaseCount(2, 2)),
+    fields = {"slow": CaseKind("Slow work", slow, CaseCount(2, 2)),
             "other": CaseKind("Other work", other, CaseCount(2, 2))}  # fmt: skip
-    monkeypatch.setattr(runner, "case_kinds", lambda: made)
+    monkeypatch.setattr(runner, "case_kinds", lambda: fields)
     monkeypatch.setattr(session, "describe_machine", lambda limits, threads: MACHINE | {"threads": threads})
     bench = session.CaseTimer
     monkeypatch.setattr(session, "CaseTimer", lambda pace, limits: bench(pace, limits, clock))
-    return made
+    return fields
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -426,15 +426,15 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 
 def test_json_is_the_machine_and_the_rows(capsys, fakes):
     code, out, err = run(capsys, "slow", "--json")
-    told = json.loads(out)
-    assert (code, list(told)) == (0, ["machine", "rows"])  # an aim that is missed is no failure
+    data = json.loads(out)
+    assert (code, list(data)) == (0, ["machine", "rows"])  # an aim that is missed is no failure
     assert err.splitlines() == [
         "slow: slow, forward (1 / 2, about 19 s left)",
         "slow: slow, backward (2 / 2, about 0 s left)",
     ]
-    wanted = {"name", "ours_s", "peers", "ratio", "limit", "aim", "met"}
-    assert all(wanted <= set(row) for row in told["rows"])
-    assert [(row["name"], row["met"]) for row in told["rows"]] == [("slow, forward", False), ("slow, backward", None)]
+    expected = {"name", "ours_s", "peers", "ratio", "limit", "aim", "met"}
+    assert all(expected <= set(row) for row in data["rows"])
+    assert [(row["name"], row["met"]) for row in data["rows"]] == [("slow, forward", False), ("slow, backward", None)]
 
 
 def test_the_table_fits_a_terminal(capsys, fakes):
@@ -490,7 +490,7 @@ def test_kinds_are_listed(capsys, fakes):
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (("slow",), None),
         (("decade",), "there is no kind of work 'decade'; use one of"),
@@ -504,19 +504,19 @@ def test_kinds_are_listed(capsys, fakes):
         (("--list", "slow"), "--list takes no names; leave out 'slow'"),
     ],
 )
-def test_bad_input_is_one_line(capsys, fakes, tmp_path: Path, argv: tuple[str, ...], said: str | None):
+def test_bad_input_is_one_line(capsys, fakes, tmp_path: Path, argv: tuple[str, ...], message: str | None):
     (tmp_path / "file").write_text("mine")
     code, out, err = run(capsys, *(str(tmp_path / "file") if word == "FILE" else word for word in argv))
-    assert (code == 0) if said is None else (code, out) == (2, "")
-    assert said is None or (said in err and len(err.splitlines()) == 1)
+    assert (code == 0) if message is None else (code, out) == (2, "")
+    assert message is None or (message in err and len(err.splitlines()) == 1)
     assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_wrong_piece_of_a_name_costs_no_rows_that_were_measured(capsys, fakes):
     code, out, _ = run(capsys, "slow", "other:sideways", "--json")
-    told = json.loads(out)["rows"]
-    assert (code, [row["name"] for row in told]) == (1, ["slow, forward", "slow, backward", "other"])
-    assert "no row of other has 'sideways' in its name; its rows are: other" in told[-1]["failed"]
+    rows = json.loads(out)["rows"]
+    assert (code, [row["name"] for row in rows]) == (1, ["slow, forward", "slow, backward", "other"])
+    assert "no row of other has 'sideways' in its name; its rows are: other" in rows[-1]["failed"]
 
 
 def test_an_interrupt_prints_the_finished_rows(capsys, fakes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -579,9 +579,9 @@ def test_a_kind_that_cannot_be_made_is_a_row(capsys, fakes):
 
     fakes["other"] = CaseKind("Other work", broken, CaseCount(2, 2))
     code, out, _ = run(capsys, "other", "--json")
-    told = json.loads(out)["rows"]
-    assert (code, [row["name"] for row in told]) == (1, ["slow, forward", "slow, backward", "other"])
-    assert told[-1]["failed"] == "RuntimeError: not here"
+    rows = json.loads(out)["rows"]
+    assert (code, [row["name"] for row in rows]) == (1, ["slow, forward", "slow, backward", "other"])
+    assert rows[-1]["failed"] == "RuntimeError: not here"
 
 
 def test_the_folder_holds_numbers_and_a_drawing(fakes, tmp_path: Path):
@@ -596,7 +596,7 @@ def test_the_folder_holds_numbers_and_a_drawing(fakes, tmp_path: Path):
 AIMED = (SpeedTarget("one", 3.0), SpeedTarget("one", 4.0), SpeedTarget(LIMIT, 0.8))
 
 
-def drawn(
+def render_row(
     bench: session.CaseTimer, clock: Clock, *aims: SpeedTarget
 ) -> tuple[list[benchmark_report.RatioBar], ElementTree.Element]:
     """The bars of a row in which one takes 3 times our seconds, and the drawing of it."""
@@ -616,7 +616,7 @@ def of_class(drawing: ElementTree.Element, *names: str) -> list[dict[str, str]]:
 
 
 def test_a_drawing_shows_every_peer_and_the_limit(bench: session.CaseTimer, clock: Clock):
-    lines, drawing = drawn(bench, clock)
+    lines, drawing = render_row(bench, clock)
     assert lines == [
         ("a case", None, "ours 500 ms", (), False),
         ("one", 3.0, "3.00 x", (), False),
@@ -633,7 +633,7 @@ def test_a_drawing_shows_every_peer_and_the_limit(bench: session.CaseTimer, cloc
 
 
 def test_aims_are_drawn_and_those_missed_are_seen(bench: session.CaseTimer, clock: Clock):
-    lines, drawing = drawn(bench, clock, *AIMED)
+    lines, drawing = render_row(bench, clock, *AIMED)
     assert [[goal.is_met for goal in line.targets] for line in lines] == [[], [True, False], [False]]
     scale = benchmark_report.LogScale.from_bars(lines)
     marks = {kind: [mark["d"] for mark in of_class(drawing, "mark", kind)] for kind in ("met", "missed", "open")}
@@ -644,17 +644,17 @@ def test_aims_are_drawn_and_those_missed_are_seen(bench: session.CaseTimer, cloc
         (f"M{scale.position(3.0):g}", f"{scale.position(4.0):g}"),
         (f"M{scale.position(0.5):g}", f"{scale.position(0.8):g}"),
     ]
-    said = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"3.00 x: met", "4.00 x: missed", "80 %: missed"} <= set(said)
+    values = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"3.00 x: met", "4.00 x: missed", "80 %: missed"} <= set(values)
 
 
 def test_a_drawing_is_small_and_its_words_stay_in_their_columns():
     """The one on the page; letters of the widest font are 0.61 of its size wide on average, in bold 0.7."""
     rows = BenchmarkReport.read(DOCS / "bench.json").rows
-    made = benchmark_report.render_chart(rows)
-    assert made == (DOCS / "bench.svg").read_bytes()
-    assert len(made) < 150_000
-    drawing = ElementTree.fromstring(made)
+    chart = benchmark_report.render_chart(rows)
+    assert chart == (DOCS / "bench.svg").read_bytes()
+    assert len(chart) < 150_000
+    drawing = ElementTree.fromstring(chart)
     texts = {kind: [*drawing.iterfind(f".//{{*}}text[@class='{kind}']")] for kind in ("end", "row", "missed", "open")}
     names = [text for text in texts["end"] if float(text.attrib["x"]) == benchmark_report.NAME_X]
     assert max(len(text.text or "") for text in names) * 0.61 * 11.5 < benchmark_report.NAME_X
@@ -674,10 +674,10 @@ def test_a_drawing_is_for_light_and_for_dark_paper():
         ElementTree.fromstring(benchmark_report.render_chart([])).findtext("{http://www.w3.org/2000/svg}style") or ""
     )
     light, _, dark = style.partition("@media (prefers-color-scheme:dark)")
-    for name, told in (("light", light), ("dark", dark)):
+    for name, value in (("light", light), ("dark", dark)):
         paper = head_figures.FIGURE_THEMES[name]
         for colour in (paper.background, paper.foreground, paper.muted, *paper.pair_colours):
-            assert colour in told
+            assert colour in value
 
 
 def test_drawing_of_random_states_and_seeds_leaves_none_behind(fakes):
@@ -687,7 +687,7 @@ def test_drawing_of_random_states_and_seeds_leaves_none_behind(fakes):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(1e-6, "1.0 us"), (0.00099, "990 us"), (0.1234, "123 ms"), (75, "75.0 s")]
+    ("seconds", "value"), [(1e-6, "1.0 us"), (0.00099, "990 us"), (0.1234, "123 ms"), (75, "75.0 s")]
 )
-def test_seconds_have_three_significant_figures(seconds: float, said: str):
-    assert format_seconds(seconds) == said
+def test_seconds_have_three_significant_figures(seconds: float, value: str):
+    assert format_seconds(seconds) == value

@@ -58,8 +58,8 @@ def test_crossings_are_between_the_points_where_the_fastest_changes():
     assert fastest_by_size(points)[1024] == "a"
     assert find_crossings(points) == [SpeedCrossover("b", "a", pytest.approx(1000.0))]
     assert find_crossings({size: {"a": 1.0, "b": 2.0} for size in SIZES}) == []
-    gone = {64: {"a": 2.0, "b": 1.0}, 128: {"a": 2.0}}  # b was not asked for more: nobody overtook it
-    assert find_crossings(gone) == []
+    options = {64: {"a": 2.0, "b": 1.0}, 128: {"a": 2.0}}  # b was not asked for more: nobody overtook it
+    assert find_crossings(options) == []
 
 
 class Clock:
@@ -82,13 +82,13 @@ class Clock:
 def faked(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> CaseTimer:
     """A machine on which everybody takes 0.1 microseconds for each pair of tokens, composed ten times as long."""
 
-    def made(kind: str, spec: hw.AttentionSpec, size: runner.CallSize, names: list[str]) -> BenchmarkCase:
+    def make_case(kind: str, spec: hw.AttentionSpec, size: runner.CallSize, names: list[str]) -> BenchmarkCase:
         each = 1e-7 * size.tokens**2 * size.heads * size.rows * size.layers / 8
         runs = {name: clock.run(each * (10 if name == "chunked" else 1)) for name in names}
         first, *rest = names
         return BenchmarkCase(kind, runs[first], {name: runs[name] for name in rest})
 
-    monkeypatch.setattr(runner, "_scaling_case", made)
+    monkeypatch.setattr(runner, "_scaling_case", make_case)
     return CaseTimer(
         TimingPace(min_sample_seconds=0.0, min_samples=3, max_samples=3),
         MachineLimits(LastLevelCache(2**10, True)),
@@ -117,13 +117,13 @@ def test_every_axis_grows_and_slow_backends_are_dropped(monkeypatch: pytest.Monk
 
 def test_a_failing_backend_is_named_and_dropped(monkeypatch: pytest.MonkeyPatch):
     clock = Clock()
-    bench, made = faked(clock, monkeypatch), runner._scaling_case
+    bench, _scaling_case = faked(clock, monkeypatch), runner._scaling_case
 
     def broken() -> Any:
         raise ValueError("too many values")
 
     def worse(kind: str, spec: hw.AttentionSpec, size: runner.CallSize, names: list[str]) -> BenchmarkCase:
-        case = made(kind, spec, size, names)
+        case = _scaling_case(kind, spec, size, names)
         return replace(case, ours=broken) if names[0] == "flash_cpu" else case
 
     monkeypatch.setattr(runner, "_scaling_case", worse)
@@ -148,8 +148,8 @@ def test_backends_run_the_same_layer(kind: str, monkeypatch: pytest.MonkeyPatch)
     spec = runner.design_layer(kind, size)
     names = [
         name
-        for name, said in runner.unsupported_reasons(kind, spec).items()
-        if not said and name != runner.COMPILED_BACKEND
+        for name, reasons in runner.unsupported_reasons(kind, spec).items()
+        if not reasons and name != runner.COMPILED_BACKEND
     ]
     assert len(names) >= 2
     case = runner._scaling_case(kind, spec, size, names)
@@ -158,23 +158,23 @@ def test_backends_run_the_same_layer(kind: str, monkeypatch: pytest.MonkeyPatch)
         for name, peer in case.peers.items():
             theirs = peer()
             torch.testing.assert_close(
-                theirs, ours, atol=1e-4, rtol=1e-3, msg=lambda told, name=name: f"{name}: {told}"
+                theirs, ours, atol=1e-4, rtol=1e-3, msg=lambda value, name=name: f"{name}: {value}"
             )
 
 
 def test_each_measurement_starts_with_a_new_cache(monkeypatch: pytest.MonkeyPatch):
     kind, size = "one query, heads in fours", runner.CallSize(tokens=32, heads=4)
     run = runner._layer_run(runner.SCALING_LAYERS[kind], runner.design_layer(kind, size), size, "dense")
-    said = [run() for _ in range(33)]
-    assert torch.equal(said[0], said[16])
-    assert torch.equal(said[0], said[32])
-    assert not torch.equal(said[0], said[1])
+    values = [run() for _ in range(33)]
+    assert torch.equal(values[0], values[16])
+    assert torch.equal(values[0], values[32])
+    assert not torch.equal(values[0], values[1])
 
 
 def test_every_backend_is_measured_by_some_kind():
     measured = {
         name for kind in runner.SCALING_LAYERS
-        for name, said in runner.unsupported_reasons(kind, runner.design_layer(kind, runner.CallSize())).items() if not said  # noqa: E501 - one case a line
+        for name, reasons in runner.unsupported_reasons(kind, runner.design_layer(kind, runner.CallSize())).items() if not reasons  # noqa: E501 - one case a line
     }  # fmt: skip
     assert measured == set(backends.BACKENDS) - {"paged"}  # it is for pages, which the bench has rows of
 
@@ -196,30 +196,30 @@ def test_the_command_prints_a_table_and_json(capsys, quick, tmp_path: Path):
     assert cli.main(["bench", "--scaling", "window", "--out", str(tmp_path / "new")]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    said = " ".join(out.split())
-    assert "sdpa overtakes dense at 1,000 tokens" in said
-    assert "not the fastest at 64, 128, 256, 512 tokens" in said
+    text = " ".join(out.split())
+    assert "sdpa overtakes dense at 1,000 tokens" in text
+    assert "not the fastest at 64, 128, 256, 512 tokens" in text
     assert "dense scales with: tokens 2.00 ± 0.00" in out
     assert cli.main(["bench", "--scaling", "window", "--json", "--out", str(tmp_path / "new")]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert list(told) == ["machine", "points", "powers", "order"]
-    assert {one["kind"] for one in told["order"]} == {"a window of 128", "a window of 128, with gradients"}
-    assert ScalingReport.read(tmp_path / "new" / "scaling.json").data == told
+    data = json.loads(capsys.readouterr().out)
+    assert list(data) == ["machine", "points", "powers", "order"]
+    assert {one["kind"] for one in data["order"]} == {"a window of 128", "a window of 128, with gradients"}
+    assert ScalingReport.read(tmp_path / "new" / "scaling.json").data == data
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (("nothing",), "there is no kind of layer 'nothing'"),
         (("--quick",), "leave out --quick"),
         (("--threads", "0"), "threads=0 is not between 1 and"),
     ],
 )
-def test_bad_input_is_one_line(capsys, quick, argv: tuple[str, ...], said: str):
+def test_bad_input_is_one_line(capsys, quick, argv: tuple[str, ...], message: str):
     assert cli.main(["bench", "--scaling", *argv]) == 2
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1)
-    assert said in err
+    assert message in err
 
 
 def test_kinds_of_layers_are_listed(capsys):
@@ -238,15 +238,15 @@ def test_the_pages_show_the_measurements(monkeypatch: pytest.MonkeyPatch, quick,
 
     runner.run_scaling("plain", output_folder=tmp_path)
     monkeypatch.setattr(benchmark_pages, "SCALED", tmp_path / "scaling.json")
-    said = benchmark_pages.backends_page()
+    result = benchmark_pages.backends_page()
     assert (
         f"Chosen: `sdpa`, `flash_cpu` from {backends.flash_cpu.MIN_KEYS} tokens on. Measured: `sdpa` overtakes `dense`"
-        in said
+        in result
     )
-    assert "overtakes `dense` at 1,000 tokens." in said
-    assert "| 64 | 64.0 us | **4.1 us** |" in said
+    assert "overtakes `dense` at 1,000 tokens." in result
+    assert "| 64 | 64.0 us | **4.1 us** |" in result
     for name in backends.BACKENDS:
-        assert f"| `{name}` |" in said
+        assert f"| `{name}` |" in result
 
 
 def test_the_page_of_rows_has_a_table_for_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -263,7 +263,7 @@ def test_the_page_of_rows_has_a_table_for_each(monkeypatch: pytest.MonkeyPatch, 
     }  # fmt: skip
     (tmp_path / "bench.json").write_text(json.dumps({"machine": MACHINE, "rows": [row]}))
     monkeypatch.setattr(benchmark_pages, "MEASURED", tmp_path / "bench.json")
-    said = benchmark_pages.benchmarks_page()
+    result = benchmark_pages.benchmarks_page()
     for line in (
         "- some processor, 2 threads",
         "## Fake work",
@@ -273,11 +273,11 @@ def test_the_page_of_rows_has_a_table_for_each(monkeypatch: pytest.MonkeyPatch, 
         "0 of 1 targets are met.",
         "| a case | one | 3.00 x | 2.00 x | missed |",
     ):
-        assert line in said.splitlines() or line in said
-    assert said.index("## Targets") < said.index("](bench.svg)") < said.index("## Fake work")
+        assert line in result.splitlines() or line in result
+    assert result.index("## Targets") < result.index("](bench.svg)") < result.index("## Fake work")
     met = {**row, "name": "another", "aim": [{**row["aim"][0], "times": 2.0, "met": True}], "met": True}
     (tmp_path / "bench.json").write_text(json.dumps({"machine": MACHINE, "rows": [met]}))
-    said = benchmark_pages.benchmarks_page()
-    assert "1 of 1 targets are met." in said
-    assert "| one | 1.00 s | 2.00 x | 2 % | 2.00 x: met |" in said
-    assert "What was tried" not in said
+    result = benchmark_pages.benchmarks_page()
+    assert "1 of 1 targets are met." in result
+    assert "| one | 1.00 s | 2.00 x | 2 % | 2.00 x: met |" in result
+    assert "What was tried" not in result

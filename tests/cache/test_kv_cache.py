@@ -135,7 +135,7 @@ def test_a_copy_goes_its_own_way(kind: str):
 # --- bytes and shapes ----------------------------------------------------------------------------------
 
 
-def held(cache: hw.KVCache) -> dict[str, Tensor]:
+def cached_tensors(cache: hw.KVCache) -> dict[str, Tensor]:
     """Every tensor of remembered numbers."""
     return dict(cache.state) or cache.entry
 
@@ -144,7 +144,7 @@ def check_bytes(cache: hw.KVCache, capacity: int) -> None:
     """What is said, what is counted and what is really there; no tensor is a window on a larger one."""
     width = torch.empty(0, dtype=cache.dtype).element_size()
     counted = hw.costs.cache_bytes(cache.spec, batch=cache.batch, capacity=capacity, bytes_per_number=width)
-    stored = sum(tensor.untyped_storage().nbytes() for tensor in held(cache).values())
+    stored = sum(tensor.untyped_storage().nbytes() for tensor in cached_tensors(cache).values())
     assert cache.nbytes == counted == stored
     others = [value for value in vars(cache).values() if isinstance(value, Tensor)]
     if not isinstance(cache, RecurrentStateCache):

@@ -33,7 +33,7 @@ def test_a_page_that_was_found_again_is_not_handed_out():
     pages.name(page, "one")
     pages.release(page)
     pages.add_reference(page)
-    assert (pages.num_held, pages.num_free) == (1, 2)
+    assert (pages.num_allocated, pages.num_free) == (1, 2)
     assert page not in (pages.allocate(), pages.allocate())
 
 
@@ -45,7 +45,7 @@ def test_pages_without_a_name_are_handed_out_first_then_the_longest_free():
     for page in (two, three, one):
         pages.release(page)
     assert [pages.allocate() for _ in range(4)] == [three, 3, two, one]
-    with pytest.raises(hw.CacheFull, match="all 4 pages are held"):
+    with pytest.raises(hw.CacheFull, match="all 4 pages are in use"):
         pages.allocate()
     assert pages.find("one") is pages.find("two") is None
 
@@ -135,10 +135,10 @@ class Books(RuleBasedStateMachine):
     @invariant()
     def every_page_has_the_holders_that_hold_it(self) -> None:
         pages = self.book.pages
-        held = Counter(page for row, _ in self.rows for table in row.tables for page in table.values())
-        assert [pages.holders(page) for page in range(self.COUNT)] == [held[page] for page in range(self.COUNT)]
-        assert pages.num_held == len(held)
-        assert pages.num_free + pages.num_held == self.COUNT
+        counter = Counter(page for row, _ in self.rows for table in row.tables for page in table.values())
+        assert [pages.holders(page) for page in range(self.COUNT)] == [counter[page] for page in range(self.COUNT)]
+        assert pages.num_allocated == len(counter)
+        assert pages.num_free + pages.num_allocated == self.COUNT
 
     @invariant()
     def nobody_writes_where_another_reads(self) -> None:
@@ -149,7 +149,7 @@ class Books(RuleBasedStateMachine):
     def teardown(self) -> None:
         for row, _ in self.rows:
             self.book.free_sequence(row)
-        assert self.book.pages.num_held == 0
+        assert self.book.pages.num_allocated == 0
 
 
 TestBooks = Books.TestCase
@@ -178,7 +178,7 @@ def test_reserved_pages_are_never_exceeded():
         for row in (row for row in rows if row.length < length):
             book.append_slots([row], [1])
             row.length += 1
-            assert book.pages.num_held <= book.num_reserved_pages(rows) <= pledged
+            assert book.pages.num_allocated <= book.num_reserved_pages(rows) <= pledged
     for row in rows:
         book.free_sequence(row)
 
@@ -257,9 +257,9 @@ def test_diverging_rows_copy_the_pages_they_write(kind: str):
     cache = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))[0]
     with torch.no_grad():
         layer(x[:2, :4], cache=cache)
-        held = pool.book.pages.num_held
+        num_allocated = pool.book.pages.num_allocated
         cache.select_rows(torch.tensor([0, 0]))
-        assert pool.book.pages.num_held == held // 2
+        assert pool.book.pages.num_allocated == num_allocated // 2
         first = layer(torch.stack([x[0, 4:6], x[2, 4:6]]), cache=cache)
         cache.select_rows(torch.tensor([1, 0]))
         last = layer(torch.stack([x[2, 6:], x[0, 6:]]), cache=cache)
@@ -267,7 +267,7 @@ def test_diverging_rows_copy_the_pages_they_write(kind: str):
     cases.check_close(torch.cat([first[0], last[1]]), alone[0, 4:])
     cases.check_close(torch.cat([first[1], last[0]]), alone[2, 4:])
     cache.select_rows(torch.tensor([], dtype=torch.int64))
-    assert pool.book.pages.num_held == 0
+    assert pool.book.pages.num_allocated == 0
 
 
 def test_a_row_sees_nothing_of_the_previous_owner_of_its_pages():
@@ -295,7 +295,7 @@ def test_pages_out_of_reach_are_freed():
         layer(streams.random_tensor(1, 6, streams.MODEL), cache=cache)
         for _ in range(50):
             layer(streams.random_tensor(1, 1, streams.MODEL), cache=cache)
-            assert pool.book.pages.num_held <= 3
+            assert pool.book.pages.num_allocated <= 3
     assert cache.used == 56
 
 

@@ -26,9 +26,9 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 def test_help_is_light():
     code = "import sys; from headwise.cli import main; main(['--help']); print(*{'torch', 'numpy'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    *said, last = ran.stdout.splitlines()
+    *result, last = ran.stdout.splitlines()
     assert last == ""
-    assert max(map(len, said)) <= 80
+    assert max(map(len, result)) <= 80
 
 
 def test_version(capsys):
@@ -96,19 +96,19 @@ def test_a_spec_travels_through_a_file(capsys, tmp_path: Path):
     _, text, _ = run(capsys, "spec", "mla", "--set", "pattern=window(7)", "--toml")
     path = tmp_path / "layer.toml"
     path.write_text(text)
-    told = json.loads(run(capsys, "spec", str(path), "--json")[1])
-    assert told["spec"]["pattern"] == "window(7)"
-    assert told["cache"]["keeps"] == {"first": 0, "last": 7}
-    (tmp_path / "layer.json").write_text(json.dumps(told["spec"]))
-    assert json.loads(run(capsys, "spec", str(tmp_path / "layer.json"), "--json")[1]) == told
+    data = json.loads(run(capsys, "spec", str(path), "--json")[1])
+    assert data["spec"]["pattern"] == "window(7)"
+    assert data["cache"]["keeps"] == {"first": 0, "last": 7}
+    (tmp_path / "layer.json").write_text(json.dumps(data["spec"]))
+    assert json.loads(run(capsys, "spec", str(tmp_path / "layer.json"), "--json")[1]) == data
 
 
 def test_set_changes_one_thing(capsys):
     argv = ("spec", "gqa", "--set", "heads.kv=4", "--set", "modifiers.0.base=500000.0", "--set", "project.bias=qv")
-    told = json.loads(run(capsys, *argv, "--json")[1])
+    data = json.loads(run(capsys, *argv, "--json")[1])
     expected = hw.design(preset="gqa", kv=4, bias="qv", modifiers=(hw.Rotary(base=500000.0),))
-    assert hw.from_json(json.dumps(told["spec"])) == expected
-    assert told["counts"]["parameters"] == hw.costs.count_parameters(expected)
+    assert hw.from_json(json.dumps(data["spec"])) == expected
+    assert data["counts"]["parameters"] == hw.costs.count_parameters(expected)
 
 
 BAD = {
@@ -183,9 +183,9 @@ def test_interrupted(capsys, monkeypatch: pytest.MonkeyPatch):
 def test_plain_terminals_and_readers_that_leave():
     plain = {**os.environ, "PYTHONIOENCODING": "ascii"}
     ran = subprocess.run([*COMMAND, "spec", "gqa"], capture_output=True, env=plain, check=True)
-    drawn = ran.stdout.decode("ascii")
-    assert "###.." in drawn
-    assert "?" not in drawn
+    sample = ran.stdout.decode("ascii")
+    assert "###.." in sample
+    assert "?" not in sample
     with subprocess.Popen([*COMMAND, "spec", "gqa"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as left:
         assert left.stdout is not None
         assert left.stderr is not None

@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.name: path for path in base.iterdir()}
 
 
-def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+def run_command(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
     code = cli.main(["convert", *map(str, argv)])
     out = capsys.readouterr()
     return code, out.out, out.err
@@ -49,12 +49,12 @@ def test_one_command_converts_and_verifies_a_model(
     name: str, kind: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = tmp_path / "out"
-    code, told, err = said(
+    code, stdout, err = run_command(
         capsys, folders[name], "--kv", "2", "--align", "--grouping", "similar", "--data", folders["texts"],
         "--out", out, *FAST, "--json",
     )  # fmt: skip
     assert code == 0, err
-    proof = json.loads(told)
+    proof = json.loads(stdout)
     assert proof["folder"]["kind"] == kind, proof["folder"]["sentence"]
     assert {one["what"] for one in proof["equal"]} == {
         "aligned, before heads are pooled", "headwise.load of the written folder"
@@ -76,11 +76,11 @@ def test_other_forms(form: str, folders: dict[str, Path], tmp_path: Path, capsys
         net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
         hw.save(net, tmp_path / "gpt")
     model = folders.get(name, tmp_path / "gpt")
-    code, told, err = said(
+    code, stdout, err = run_command(
         capsys, model, "--to", form, "--by", "michel", "--data", folders["texts"], "--out", out, *FAST, "--json"
     )
     assert code == 0, err
-    quality = json.loads(told)["quality"]["rows"][0]
+    quality = json.loads(stdout)["quality"]["rows"][0]
     assert abs(quality["change"]["value"]) < 1e-4
     assert hw.load(out).spec != hw.load(model).spec or form == "mha"
 
@@ -88,16 +88,16 @@ def test_other_forms(form: str, folders: dict[str, Path], tmp_path: Path, capsys
 def test_retraining_is_reported(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "out"
     (tmp_path / "lessons").write_text("\n".join(f"{TEXTS.splitlines()[n % 11]} {n}" for n in range(40)))
-    code, told, err = said(
+    code, stdout, err = run_command(
         capsys, folders["ours"], "--kv", "1", "--data", folders["texts"], "--distill-data", tmp_path / "lessons",
         "--uptrain", "12", "--lr", "0.003", "--out", out, *FAST,
     )  # fmt: skip
     assert code == 0, err
     done = json.loads((out / "heads.json").read_text())["change"]["uptraining"]
     assert done["curve"][0]["step"] == 0
-    kept = {at["step"]: at["held_out"] for at in done["curve"]}
-    assert kept[done["step"]] == min(kept.values()) < kept[0]
-    assert "uptrained on 40 texts" in told
+    keep = {at["step"]: at["held_out"] for at in done["curve"]}
+    assert keep[done["step"]] == min(keep.values()) < keep[0]
+    assert "uptrained on 40 texts" in stdout
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from support.conllu_examples import ROWS, build_encoder, conllu_lines
 from support.saved_models import save_models
 
 
-def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+def run_command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     code = cli.main(["heads", *argv])
     out = capsys.readouterr()
     return code, out.out, out.err
@@ -49,15 +49,15 @@ def test_one_command_reports_the_heads_of_a_model(
     name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ):  # fmt: skip
     (tmp_path / "lines").write_text("a longer one\n\nshort\nthird one\n")
-    code, out, err = said(capsys, str(folders[name]), "--data", str(tmp_path / "lines"), "--json")
+    code, out, err = run_command(capsys, str(folders[name]), "--data", str(tmp_path / "lines"), "--json")
     assert code == 0, err
-    told = json.loads(out)
+    data = json.loads(out)
     sites = hw.sites(hw.load(folders[name]))
-    assert len(told["heads"]) == sum(site.q for site in sites)
-    assert told["data"] == "3 texts"
-    assert told["notes"][-1] == "empty lines: 1"
-    assert all("first token" in note for note in told["notes"][:-1])
-    for head in told["heads"]:
+    assert len(data["heads"]) == sum(site.q for site in sites)
+    assert data["data"] == "3 texts"
+    assert data["notes"][-1] == "empty lines: 1"
+    assert all("first token" in note for note in data["notes"][:-1])
+    for head in data["heads"]:
         assert set(head) == {"stack", "kind", "layer", "head", "kv", "measures", "classes"}
         for one in head["measures"].values():
             assert set(one) == {"value", "low", "high", "chance", "rows", "p"}
@@ -69,7 +69,7 @@ def test_one_command_reports_the_heads_of_a_model(
 
 def test_a_table_fits_a_terminal(parsed: dict[str, str], capsys: pytest.CaptureFixture[str]):
     for more in ([], ["--sort", "sink"], ["--criteria", "clark"], ["--criteria", "voita"]):
-        code, out, err = said(capsys, parsed["net"], "--conllu", parsed["conllu"], *more)
+        code, out, err = run_command(capsys, parsed["net"], "--conllu", parsed["conllu"], *more)
         assert code == 0, err
         assert max(map(len, out.splitlines())) <= 80
 
@@ -78,7 +78,7 @@ def test_the_output_folder_holds_the_reports(
     parsed: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = tmp_path / "out"
-    code, _, err = said(capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(out))
+    code, _, err = run_command(capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(out))
     assert code == 0, err
     for name in ("grid", "entropy", "gallery", "pair"):
         for paper in ("light", "dark"):
@@ -89,16 +89,18 @@ def test_the_output_folder_holds_the_reports(
     assert [one["metrics"]["sink"] for one in points] == [one["measures"]["sink"]["value"] for one in table["heads"]]
     one = json.loads((out / "headvis" / "heads" / "L0H1.json").read_text())
     two = ["encoder.0.attention:1", "encoder.0.attention:0"]
-    drawn = tmp_path / "two"
-    assert said(capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(drawn), "--pair", *two)[0] == 0
-    assert "one: encoder.0.attention 1" in (drawn / "pair-light.svg").read_text()
-    assert "other: encoder.0.attention 0" in (drawn / "pair-light.svg").read_text()
+    sample = tmp_path / "two"
+    assert (
+        run_command(capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(sample), "--pair", *two)[0] == 0
+    )
+    assert "one: encoder.0.attention 1" in (sample / "pair-light.svg").read_text()
+    assert "other: encoder.0.attention 0" in (sample / "pair-light.svg").read_text()
     assert "broadest" in (out / "pair-light.svg").read_text()
-    code, _, told = said(
+    code, _, stderr = run_command(
         capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(tmp_path / "no"), "--pair", two[0],
         "encoder.0.attention:77",
     )  # fmt: skip
-    assert (code, "the table has no head 77" in told) == (2, True)
+    assert (code, "the table has no head 77" in stderr) == (2, True)
     example = one["examples"][0]
     assert len(example["attention"]) == len(example["tokens"])
     assert sum(weight for _, weight in example["attention"][0]) <= 1 + 1e-5
@@ -128,7 +130,7 @@ def test_wrong_arguments(
     monkeypatch.chdir(tmp_path)
     for name, text in (("one", "a b c\n"), ("two", "a b c\nd e f\n"), ("empty", "\n \n")):
         (tmp_path / name).write_text(text)
-    code, out, err = said(capsys, str(folders["ours"]), *argv)
+    code, out, err = run_command(capsys, str(folders["ours"]), *argv)
     assert (code, out) == (2, "")
     assert wrong in err
     assert err.count("\n") == 1
@@ -199,20 +201,20 @@ def test_the_report_includes_importance_redundancy_and_baseline(
         "--redundancy",
         "--random-baseline",
     ]
-    code, out, err = said(capsys, *base, "--out", str(tmp_path / "out"), "--json")
+    code, out, err = run_command(capsys, *base, "--out", str(tmp_path / "out"), "--json")
     assert code == 0, err
-    told = json.loads(out)
-    worth = {(one["site"], one["head"]): one["value"] for one in told["importance"]["heads"]}
+    data = json.loads(out)
+    worth = {(one["site"], one["head"]): one["value"] for one in data["importance"]["heads"]}
     assert len(worth) == 6
-    assert sorted(worth.values()) == sorted(one["measures"]["importance"]["value"] for one in told["heads"])
-    assert len(told["redundancy"]["readers"][0]["distances"]) == 6
-    assert len(told["random_baseline"]["heads"]) == 6
+    assert sorted(worth.values()) == sorted(one["measures"]["importance"]["value"] for one in data["heads"])
+    assert len(data["redundancy"]["readers"][0]["distances"]) == 6
+    assert len(data["random_baseline"]["heads"]) == 6
     for name in ("importance", "map"):
         assert (tmp_path / "out" / f"{name}-dark.svg").exists()
-    code, out, err = said(capsys, *base, "--sort", "importance")
+    code, out, err = run_command(capsys, *base, "--sort", "importance")
     assert code == 0, err
     assert max(map(len, out.splitlines())) <= 80
     assert "importance (taylor, next-token, 4 texts)" in " ".join(out.split())
     assert "its random baseline" in " ".join(out.split())
-    code, _, err = said(capsys, *base[:3], "--importance", "mine")
+    code, _, err = run_command(capsys, *base[:3], "--importance", "mine")
     assert (code, err.count("\n")) == (2, 1)

@@ -40,9 +40,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     draw = np.random.default_rng(0)
     images = {"images": draw.integers(0, 255, (40, 8, 8), dtype=np.uint8), "labels": draw.integers(0, 3, 40)}
     np.savez(base / "images.npz", **images)
-    made = make_task("images", path=str(base / "images.npz"))
-    vision = hw.build(made.model(), seed=0)
-    vision.usage = made.usage
+    task = make_task("images", path=str(base / "images.npz"))
+    vision = hw.build(task.model(), seed=0)
+    vision.usage = task.usage
     hw.save(vision, base / "vision")
     (base / "texts").write_text(TEXTS)
     (base / "pairs").write_text("".join(f"source {n}\ttarget {n}\n" for n in range(9)))
@@ -50,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.name: path for path in base.iterdir()}
 
 
-def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+def run_command(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
     code = cli.main(["prune", *map(str, argv)])
     out = capsys.readouterr()
     return code, out.out, out.err
@@ -69,12 +69,12 @@ def test_one_command_prunes_and_verifies_a_model(
 ):
     texts, out = folders["pairs" if name in ("t5", "bart") else "texts"], tmp_path / "out"
     per = "stack" if name == "t5" else "layer"
-    code, told, err = said(
+    code, stdout, err = run_command(
         capsys, folders[name], "--keep", "0.5", "--per", per, "--by", "random", "--data", texts, "--out", out,
         *FAST, "--json",
     )  # fmt: skip
     assert code == 0, err
-    proof = json.loads(told)
+    proof = json.loads(stdout)
     assert proof["holds"] is True
     assert {one["what"] for one in proof["equal"]} >= {
         "heads ablated vs. removed",
@@ -94,12 +94,12 @@ def proof_heads(folder: Path) -> dict[str, int]:
 
 def test_images_by_a_task(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out, path = tmp_path / "out", folders["images.npz"]
-    code, told, err = said(
+    code, stdout, err = run_command(
         capsys, folders["vision"], "--keep", "0.5", "--by", "taylor", "--task", "images", "--set", f"path={path}",
         "--out", out, *FAST[:2], "--json",
     )  # fmt: skip
     assert code == 0, err
-    rows = {row["name"]: row for row in json.loads(told)["quality"]["rows"]}
+    rows = {row["name"]: row for row in json.loads(stdout)["quality"]["rows"]}
     assert {"loss", "accuracy"} <= rows.keys()
     whole, half = hw.load(folders["vision"]), hw.load(out)
     assert 2 * sum(heads(out)) == sum(heads(folders["vision"]))
@@ -112,31 +112,31 @@ def test_images_by_a_task(folders: dict[str, Path], tmp_path: Path, capsys: pyte
 def test_examples_of_a_task_choose_in_every_way(
     which: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    made = make_task("copy")
-    net = hw.build(made.model(), seed=0)
-    net.usage = made.usage
+    task = make_task("copy")
+    net = hw.build(task.model(), seed=0)
+    net.usage = task.usage
     hw.save(net, tmp_path / "net")
-    code, told, err = said(
+    code, out, err = run_command(
         capsys, tmp_path / "net", *which, "--by", "michel", "--task", "copy", "--limit", "10",
         "--out", tmp_path / "out", "--seconds", "0.05", "--json",
     )  # fmt: skip
     assert code == 0, err
-    assert json.loads(told)["holds"]
+    assert json.loads(out)["holds"]
 
 
 def test_the_terminal_shows_progress_and_result(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = tmp_path / "out"
-    code, told, err = said(
+    code, stdout, err = run_command(
         capsys, folders["ours"], "--heads", "0:1,3", "1:0", "--fold", "mean", "--data", folders["texts"],
         "--out", out, *FAST,
     )  # fmt: skip
     assert code == 0, err
-    assert told.startswith("gpt2: 5 of 8 heads kept, all but the listed heads")
-    assert max(map(len, told.replace(str(out), "OUT").splitlines())) <= 80
-    assert "heads were chosen by 6 texts that the proof does not use" in told
-    assert [len(kept) for kept in json.loads((out / "heads.json").read_text())["change"]["keep"].values()] == [2, 3]
+    assert stdout.startswith("gpt2: 5 of 8 heads kept, all but the listed heads")
+    assert max(map(len, stdout.replace(str(out), "OUT").splitlines())) <= 80
+    assert "heads were chosen by 6 texts that the proof does not use" in stdout
+    assert [len(keep) for keep in json.loads((out / "heads.json").read_text())["change"]["keep"].values()] == [2, 3]
 
 
 def test_the_same_plan_again_and_not_for_another_model(
@@ -144,21 +144,21 @@ def test_the_same_plan_again_and_not_for_another_model(
 ):
     one, two = tmp_path / "one", tmp_path / "two"
     more = ("--data", folders["texts"], *FAST, "--json")
-    assert said(capsys, folders["ours"], "--budget", "cache=0.5", "--by", "random", "--out", one, *more)[0] == 0
-    assert said(capsys, folders["ours"], "--plan", one, "--out", two, *more)[0] == 0
+    assert run_command(capsys, folders["ours"], "--budget", "cache=0.5", "--by", "random", "--out", one, *more)[0] == 0
+    assert run_command(capsys, folders["ours"], "--plan", one, "--out", two, *more)[0] == 0
     first, second = (hw.load(folder) for folder in (one, two))
     assert first.spec == second.spec
     x = random_ids(0, 5)
     with torch.no_grad():
         assert torch.equal(first(x), second(x))
-    code, _, err = said(capsys, folders["gpt2"], "--plan", one, "--out", tmp_path / "three", *more)
+    code, _, err = run_command(capsys, folders["gpt2"], "--plan", one, "--out", tmp_path / "three", *more)
     assert (code, "was made for another checkpoint than" in err) == (2, True)
-    told = json.loads((one / "heads.json").read_text())
-    del told["change"]["keep"]
-    (one / "heads.json").write_text(json.dumps(told))
-    code, _, err = said(capsys, folders["ours"], "--plan", one, "--out", tmp_path / "three", *more)
+    data = json.loads((one / "heads.json").read_text())
+    del data["change"]["keep"]
+    (one / "heads.json").write_text(json.dumps(data))
+    code, _, err = run_command(capsys, folders["ours"], "--plan", one, "--out", tmp_path / "three", *more)
     assert (code, "keep must map each site to a list of heads, got None" in err) == (2, True)
-    code, _, err = said(capsys, one, "--plan", folders["ours"], "--out", tmp_path / "three", *more)
+    code, _, err = run_command(capsys, one, "--plan", folders["ours"], "--out", tmp_path / "three", *more)
     assert (code, "contains no heads.json" in err) == (2, True)
 
 
@@ -207,7 +207,7 @@ def test_a_model_without_words_is_given_bytes(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = tmp_path / "out"
-    code, _, err = said(
+    code, _, err = run_command(
         capsys, folders["wordless"], "--keep", "2", "--by", "random", "--data", folders["texts"],
         "--tokenizer", "bytes",
         "--out", out, *FAST,

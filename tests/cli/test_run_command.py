@@ -72,8 +72,8 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def said(folder: Path, given: Any, **more: Any) -> Any:
-    return hw.generate(hw.load(folder), given, **({"max_new_tokens": 9} | more))
+def generate(folder: Path, inputs: Any, **more: Any) -> Any:
+    return hw.generate(hw.load(folder), inputs, **({"max_new_tokens": 9} | more))
 
 
 def test_help_needs_no_torch():
@@ -89,13 +89,13 @@ def test_help_needs_no_torch():
 
 def test_a_text_is_answered_as_the_library_answers(run: Run, translator: Path):
     short = ["--max-new-tokens", 9]
-    assert run(translator, LINES[0], *short) == (0, said(translator, LINES[0]) + "\n", "")
-    drawn = said(
+    assert run(translator, LINES[0], *short) == (0, generate(translator, LINES[0]) + "\n", "")
+    sample = generate(
         translator, LINES[0], temperature=0.9, seed=7, config=hw.DecodingConfig(top_p=0.9, top_k=20, repetition=1.3)
     )
     options = ["--temperature", 0.9, "--seed", 7, "--top-p", 0.9, "--top-k", 20, "--repetition", 1.3]
-    assert run(translator, LINES[0], *short, *options)[1] == drawn + "\n"
-    best = said(translator, LINES[0], config=hw.DecodingConfig(beams=4, best=3, length_penalty=0.5))
+    assert run(translator, LINES[0], *short, *options)[1] == sample + "\n"
+    best = generate(translator, LINES[0], config=hw.DecodingConfig(beams=4, best=3, length_penalty=0.5))
     code, out, _ = run(translator, LINES[0], *short, "--beams", 4, "--best", 3, "--length-penalty", 0.5)
     scores, texts = zip(*((float(score), text) for _, score, text in map(cells, out.splitlines())), strict=True)
     assert (code, list(texts)) == (0, best)
@@ -109,20 +109,20 @@ def cells(line: str) -> list[str]:
 @pytest.mark.parametrize("batch", [1, 2, 32])
 def test_lines_are_answered_in_order_whatever_stands_beside_them(run: Run, translator: Path, batch: int):
     lines = [LINES[0], "", *LINES[1:3], "   ", *LINES[3:]]
-    expected = {line: said(translator, line) for line in LINES}
+    expected = {line: generate(translator, line) for line in LINES}
     code, out, err = run(translator, "--max-new-tokens", 9, "--batch", batch, stdin=lines)
     assert (code, err) == (0, "")
     assert out.splitlines() == [expected.get(line, "") for line in lines]
     options = ["--temperature", 1, "--seed", 3, "--max-new-tokens", 9]
-    drawn = run(translator, *options, "--batch", batch, stdin=lines)[1]
-    assert drawn == run(translator, *options, "--batch", 3, stdin=lines)[1]
-    assert drawn.splitlines()[0] == said(translator, LINES[0], temperature=1.0, seed=3)
+    entry = run(translator, *options, "--batch", batch, stdin=lines)[1]
+    assert entry == run(translator, *options, "--batch", 3, stdin=lines)[1]
+    assert entry.splitlines()[0] == generate(translator, LINES[0], temperature=1.0, seed=3)
 
 
 def test_a_line_that_cannot_be_read_does_not_stop_the_others(run: Run, translator: Path):
     data = "\n".join([LINES[0], "<zh>3 Mai", LINES[1]]).encode() + b"\n\xff\r\n" + LINES[2].encode()
     code, out, err = run(translator, "--max-new-tokens", 9, stdin=data)
-    answers = [said(translator, line) for line in LINES[:3]]
+    answers = [generate(translator, line) for line in LINES[:3]]
     assert (code, out.splitlines()) == (2, [answers[0], "", answers[1], "", answers[2]])
     assert err.splitlines() == [
         "headwise: line 2: cannot tokenize 'Mai' at character 6: it is not in the vocabulary; write it differently",
@@ -152,42 +152,42 @@ def test_lines_are_read_as_they_are_answered(translator: Path, monkeypatch: pyte
 
 def test_a_json_document_holds_all_outputs(run: Run, translator: Path):
     code, out, err = run(translator, LINES[0], "--json", "--max-new-tokens", 9)
-    told = json.loads(out)
+    data = json.loads(out)
     net = hw.load(translator)
     ids = hw.generate(net, hw.generation.parse_prompts(net, LINES[0]).rows[0], max_new_tokens=9)
-    answer = {"line": 1, "prompt": LINES[0], "ids": ids, "text": said(translator, LINES[0])}
-    assert (code, err, told) == (0, "", {"model": "dates", "answers": [answer]})
+    answer = {"line": 1, "prompt": LINES[0], "ids": ids, "text": generate(translator, LINES[0])}
+    assert (code, err, data) == (0, "", {"model": "dates", "answers": [answer]})
     options = ["--json", "--beams", 3, "--best", 2, "--max-new-tokens", 9]
     code, out, err = run(translator, *options, stdin=[LINES[1], "", "€", LINES[2]])
     rows = json.loads(out)["answers"]
     assert (code, err.count("\n")) == (2, 1)
     assert [row["line"] for row in rows] == [1, 2, 3, 4]
     how = hw.DecodingConfig(beams=3, best=2)
-    assert [one["text"] for one in rows[0]["best"]] == said(translator, LINES[1], config=how)
+    assert [one["text"] for one in rows[0]["best"]] == generate(translator, LINES[1], config=how)
     assert rows[0]["text"] == rows[0]["best"][0]["text"]
     assert rows[0]["score"] == rows[0]["best"][0]["score"] >= rows[0]["best"][1]["score"]
     assert rows[1] == {"line": 2, "prompt": ""}
     assert "'€' at character 0" in rows[2]["error"]
-    drawn = [LINES[0], "--json", "--temperature", 1]
-    told = [json.loads(run(translator, *drawn)[1]) for _ in range(2)]
-    assert told[0]["seed"] != told[1]["seed"]
-    assert json.loads(run(translator, *drawn, "--seed", told[0]["seed"])[1]) == told[0]
+    sample = [LINES[0], "--json", "--temperature", 1]
+    data = [json.loads(run(translator, *sample)[1]) for _ in range(2)]
+    assert data[0]["seed"] != data[1]["seed"]
+    assert json.loads(run(translator, *sample, "--seed", data[0]["seed"])[1]) == data[0]
 
 
 def test_translations_are_scored(run: Run, translator: Path, tmp_path: Path):
     references, short = tmp_path / "ref.txt", ["--max-new-tokens", 9]
-    wanted = [said(translator, LINES[0]), "something else of five words", "3 May 1999"]
+    wanted = [generate(translator, LINES[0]), "something else of five words", "3 May 1999"]
     references.write_text("\n".join([*wanted, ""]))
     lines = [LINES[0], "", LINES[2]]
-    answers = [said(translator, LINES[0]), "", said(translator, LINES[2])]
+    answers = [generate(translator, LINES[0]), "", generate(translator, LINES[2])]
     expected = translation.score_translations(answers, wanted)
     code, out, err = run(translator, "--score", references, *short, stdin=lines)
     assert (code, out.splitlines()) == (0, answers)
     assert err.splitlines()[0].startswith(f"BLEU {expected.bleu:6.2f}   nrefs:1")
     assert err.splitlines()[1].startswith(f"chrF {expected.chrf:6.2f}   nrefs:1")
     code, out, _ = run(translator, "--score", references, "--json", "--score-tokenize", "zh", *short, stdin=lines)
-    told = translation.score_translations(answers, wanted, "zh")
-    assert json.loads(out)["scores"] == {name: getattr(told, name) for name in vars(told)}
+    translations = translation.score_translations(answers, wanted, "zh")
+    assert json.loads(out)["scores"] == {name: getattr(translations, name) for name in vars(translations)}
     code, out, err = run(translator, "--score", references, *short, stdin=lines[:2])
     assert (code, out.splitlines()) == (2, answers[:2])
     missing = f"headwise: 2 lines were answered, but {references} has 3; give one reference per line\n"
@@ -238,21 +238,21 @@ def painter(tmp_path: Path) -> tuple[Path, Path]:
         Image.fromarray(pixels).save(path)
     recipe = hw.Recipe(steps=1, batch=8, precision="fp32", compile="off", device="cpu", evaluate_batches=1)
     out = tmp_path / "run"
-    made = make_task("images", path=str(pictures), size=(9, 11), valid=0.25, test=0.25)
-    hw.train(made, shallow(made.model()), recipe, out)
+    task = make_task("images", path=str(pictures), size=(9, 11), valid=0.25, test=0.25)
+    hw.train(task, shallow(task.model()), recipe, out)
     return out, pictures
 
 
 def test_images_are_classified_as_in_training(run: Run, painter: tuple[Path, Path], tmp_path: Path):
     folder, pictures = painter
-    made = make_task("images", path=str(pictures), size=(9, 11), valid=0.25, test=0.25)
-    inputs = made.data.inputs  # pyright: ignore[reportAttributeAccessIssue] - of images
+    task = make_task("images", path=str(pictures), size=(9, 11), valid=0.25, test=0.25)
+    inputs = task.data.inputs  # pyright: ignore[reportAttributeAccessIssue] - of images
     at = [path.name for path in inputs.store.paths].index("3.png")
     with torch.no_grad():
         shares = hw.load(folder)(inputs.take(np.array([at]))[0])[0].softmax(-1).tolist()
     picture = str(pictures / "dog" / "3.png")
-    told = json.loads(run(folder, picture, "--json")[1])
-    found = {one["name"]: one["share"] for one in told["answers"][0]["classes"]}
+    data = json.loads(run(folder, picture, "--json")[1])
+    found = {one["name"]: one["share"] for one in data["answers"][0]["classes"]}
     assert [found["cat"], found["dog"]] == pytest.approx(shares, rel=1e-5)
     np.save(tmp_path / "a.npy", (inputs.store.take(np.array([at]))[0] * 255).round().astype(np.uint8))
     code, out, err = run(folder, stdin=[picture, str(tmp_path / "a.npy"), str(tmp_path / "none.png"), __file__])
@@ -281,24 +281,24 @@ def test_frames_are_classified_as_in_training(run: Run, tmp_path: Path):
     rng = np.random.default_rng(0)
     frames, labels = rng.normal(3, 2, (20, 6, 5)), np.arange(20) % 2
     np.savez(tmp_path / "a.npz", frames=frames, labels=labels)
-    made = make_task("frames", path=str(tmp_path / "a.npz"), valid=0.25, test=0.25)
+    task = make_task("frames", path=str(tmp_path / "a.npz"), valid=0.25, test=0.25)
     recipe = hw.Recipe(steps=1, batch=8, precision="fp32", compile="off", device="cpu", evaluate_batches=1)
-    hw.train(made, shallow(made.model()), recipe, tmp_path / "run")
-    inputs = made.data.inputs  # pyright: ignore[reportAttributeAccessIssue] - of frames
+    hw.train(task, shallow(task.model()), recipe, tmp_path / "run")
+    inputs = task.data.inputs  # pyright: ignore[reportAttributeAccessIssue] - of frames
     with torch.no_grad():
         shares = hw.load(tmp_path / "run")(inputs.take(np.array([4]))[0])[0].softmax(-1).tolist()
     np.save(tmp_path / "4.npy", frames[4])
-    told = json.loads(run(tmp_path / "run", tmp_path / "4.npy", "--json")[1])
-    found = {one["name"]: one["share"] for one in told["answers"][0]["classes"]}
+    data = json.loads(run(tmp_path / "run", tmp_path / "4.npy", "--json")[1])
+    found = {one["name"]: one["share"] for one in data["answers"][0]["classes"]}
     assert [found["0"], found["1"]] == pytest.approx(shares, rel=1e-5)
 
 
 def words() -> str:
     known = ["[UNK]", "[MASK]", "the", "cat", "dog", "sat", "."]
-    made = Tokenizer(WordLevel({word: n for n, word in enumerate(known)}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.add_special_tokens(known[:2])
-    return made.to_str()
+    tokenizer = Tokenizer(WordLevel({word: n for n, word in enumerate(known)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.add_special_tokens(known[:2])
+    return tokenizer.to_str()
 
 
 def reader(folder: Path, head: bp.OutputHeadSpec, **usage: Any) -> Path:
@@ -321,8 +321,8 @@ def test_masks_are_filled(run: Run, tmp_path: Path):
     assert code == 0
     assert out.splitlines()[0] == f"the {best[0]} sat."
     assert [line.split()[0] for line in out.splitlines()[2:]] == best[:3]
-    told = json.loads(run(folder, "the [MASK] sat.", "--json", "--top-k", 7)[1])["answers"][0]
-    assert [one["share"] for one in told["masks"][0]] == pytest.approx(shares.sort(descending=True).values.tolist())
+    answers = json.loads(run(folder, "the [MASK] sat.", "--json", "--top-k", 7)[1])["answers"][0]
+    assert [one["share"] for one in answers["masks"][0]] == pytest.approx(shares.sort(descending=True).values.tolist())
     code, out, err = run(folder, stdin=["the [MASK] sat.", "", "the cat"])
     assert (code, out.splitlines()) == (2, [f"the {best[0]} sat.", "", ""])
     assert err == "headwise: line 3: 'the cat' holds no [MASK]; write one where a token is to be filled in\n"
@@ -391,10 +391,10 @@ def test_the_command_reports_why_steps_are_compiled_or_not(run, translator):
     assert err.startswith(f"steps are {why}")
     assert err.count("\n") == 1
     code, out, err = run(translator, *short, "--compile", "auto", "--json", stdin=LINES)
-    told = json.loads(out)["steps"]
-    assert len(told) == 1
-    assert told[0].startswith(why)
-    assert err == f"steps are {told[0]}\n"
+    steps = json.loads(out)["steps"]
+    assert len(steps) == 1
+    assert steps[0].startswith(why)
+    assert err == f"steps are {steps[0]}\n"
     code, out, err = run(translator, LINES[0], *short, "--compile", "off")
     assert err == "steps are not compiled: compile is off\n"
     assert "steps" not in json.loads(run(translator, LINES[0], *short, "--json")[1])
@@ -412,3 +412,15 @@ def test_requests_of_several_lengths_are_not_compiled(run, translator, tmp_path)
     path.write_text(json.dumps({"prompt": LINES[0], "compile": "auto"}) + "\n")
     code, out, _ = run(translator, "--requests", path)
     assert "a request has no 'compile'" in json.loads(out)["error"]
+
+
+def test_an_encoder_without_labels_is_no_classifier(run, tmp_path):
+    config = {"model_type": "bert", "architectures": ["BertModel"], "hidden_size": 16, "num_attention_heads": 2}
+    sizes = {"num_hidden_layers": 1, "intermediate_size": 24, "vocab_size": 256, "max_position_embeddings": 32}
+    net = hw.build(hw.families.read_model_spec(config | sizes), seed=0)
+    net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
+    hw.save(net, tmp_path / "encoder")
+    code, out, err = run(tmp_path / "encoder", "the cat sat")
+    assert (code, out) == (2, "")
+    assert "bert has no classes: it gives one vector for each text" in err
+    assert "headwise heads" in err

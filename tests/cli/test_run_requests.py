@@ -38,9 +38,9 @@ def net() -> hw.Transformer:
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    made = Tokenizer(WordLevel({letter: n for n, letter in enumerate(LETTERS)}, unk_token="<"))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    net.usage = hw.ProcessorSpec(tokenizer=made.to_str())
+    tokenizer = Tokenizer(WordLevel({letter: n for n, letter in enumerate(LETTERS)}, unk_token="<"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    net.usage = hw.ProcessorSpec(tokenizer=tokenizer.to_str())
     return net.eval()
 
 
@@ -51,15 +51,15 @@ def folder(net: hw.Transformer, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return where
 
 
-def asked(tmp_path: Path, *lines: Any) -> str:
+def write_requests(tmp_path: Path, *lines: Any) -> str:
     path = tmp_path / "requests.jsonl"
-    told = (line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
-    path.write_bytes(b"\n".join(told) + b"\n")
+    values = (line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
+    path.write_bytes(b"\n".join(values) + b"\n")
     return str(path)
 
 
 def test_lines_are_answered_as_alone(net, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    file = asked(
+    file = write_requests(
         tmp_path,
         {"prompt": "cab", "max_new_tokens": 9},
         {"prompt": [4, 2]},
@@ -70,15 +70,15 @@ def test_lines_are_answered_as_alone(net, folder: Path, tmp_path: Path, capsys: 
     )
     assert main(["run", str(folder), "--requests", file, "--max-new-tokens", "5", "--seed", "3"]) == 0
     out, err = capsys.readouterr()
-    told = {line["line"]: line for line in map(json.loads, out.splitlines())}
-    assert told[1]["text"] == hw.generate(net, "cab", max_new_tokens=9)
-    assert told[2]["ids"] == hw.generate(net, [4, 2], max_new_tokens=5)
-    assert "text" not in told[2]
-    drawn = hw.generate(net, "fed", max_new_tokens=5, temperature=0.9, seed=7, config=hw.DecodingConfig(top_k=4))
-    assert told[3]["text"] == drawn
+    values = {line["line"]: line for line in map(json.loads, out.splitlines())}
+    assert values[1]["text"] == hw.generate(net, "cab", max_new_tokens=9)
+    assert values[2]["ids"] == hw.generate(net, [4, 2], max_new_tokens=5)
+    assert "text" not in values[2]
+    generated = hw.generate(net, "fed", max_new_tokens=5, temperature=0.9, seed=7, config=hw.DecodingConfig(top_k=4))
+    assert values[3]["text"] == generated
     lines = hw.generate(net, ["fed"] * 6, max_new_tokens=5, temperature=0.9, seed=3)
-    assert (told[4]["text"], told[6]["text"]) == (lines[3], lines[5])  # line n draws from stream n of the seed
-    assert told[1]["ended"] == "length"
+    assert (values[4]["text"], values[6]["text"]) == (lines[3], lines[5])  # line n draws from stream n of the seed
+    assert values[1]["ended"] == "length"
     assert "5 requests, 29 tokens in" in err
     assert "predicted maximum of tokens per second" in err
     assert [line["line"] for line in map(json.loads, out.splitlines())][-1] == 1  # as they are done, the longest last
@@ -112,22 +112,22 @@ BAD = [
 def test_a_bad_line_is_reported_and_the_others_go_on(
     net, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    file = asked(tmp_path, *(line for line, _ in BAD), {"prompt": "cab"})
+    file = write_requests(tmp_path, *(line for line, _ in BAD), {"prompt": "cab"})
     assert main(["run", str(folder), "--requests", file, "--budget", "9 MB", "--max-new-tokens", "4", "--json"]) == 2
-    told = json.loads(capsys.readouterr().out)
-    assert [answer["line"] for answer in told["answers"]] == list(range(1, len(BAD) + 2))
-    for (line, fact), answer in zip(BAD, told["answers"], strict=False):
+    data = json.loads(capsys.readouterr().out)
+    assert [answer["line"] for answer in data["answers"]] == list(range(1, len(BAD) + 2))
+    for (line, fact), answer in zip(BAD, data["answers"], strict=False):
         assert fact in answer.get("error", ""), line
         assert "\n" not in answer["error"]
-    assert told["answers"][-1]["text"] == hw.generate(net, "cab", max_new_tokens=4)
-    summary = told["summary"]
+    assert data["answers"][-1]["text"] == hw.generate(net, "cab", max_new_tokens=4)
+    summary = data["summary"]
     assert (summary["requests"], summary["tokens"], summary["budget"]) == (1, 4, 9_000_000)
     assert 0 < summary["peak_bytes"] <= summary["budget"]
     assert summary["predicted"]["tokens_per_second"] > 0
 
 
 @pytest.mark.parametrize(
-    ("said", "fact"),
+    ("value", "fact"),
     [
         (["--requests", "nowhere.jsonl"], "'nowhere.jsonl' cannot be read: No such file"),
         (["--requests", "."], "'.' cannot be read: Is a directory"),
@@ -140,10 +140,10 @@ def test_a_bad_line_is_reported_and_the_others_go_on(
     ],
 )
 def test_invalid_arguments_are_refused(
-    said, fact: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    value, fact: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    file = asked(tmp_path, {"prompt": "cab"})
-    assert main(["run", str(folder), *(file if word == "FILE" else word for word in said)]) == 2
+    file = write_requests(tmp_path, {"prompt": "cab"})
+    assert main(["run", str(folder), *(file if word == "FILE" else word for word in value)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert fact in err
@@ -151,7 +151,7 @@ def test_invalid_arguments_are_refused(
 
 
 def test_a_file_without_requests_gives_no_answers(folder: Path, tmp_path: Path, capsys):
-    assert main(["run", str(folder), "--requests", asked(tmp_path, b"")]) == 0
+    assert main(["run", str(folder), "--requests", write_requests(tmp_path, b"")]) == 0
     out, err = capsys.readouterr()
     assert out == ""
     assert "0 requests, 0 tokens" in err

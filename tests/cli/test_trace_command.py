@@ -18,7 +18,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return save_models(tmp_path_factory.mktemp("folders"))
 
 
-def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+def run_command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     code = cli.main(["trace", *argv])
     out = capsys.readouterr()
     return code, out.out, out.err
@@ -29,9 +29,9 @@ def test_one_command_traces_a_model(
     name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = str(tmp_path / "a.trace")
-    code, table, told = said(capsys, str(folders[name]), "--text", "a b", "--new-tokens", "4", "--out", out)
-    assert code == 0, told
-    assert told.startswith("about ")
+    code, table, err = run_command(capsys, str(folders[name]), "--text", "a b", "--new-tokens", "4", "--out", out)
+    assert code == 0, err
+    assert err.startswith("about ")
     trace = hw.load_trace(out)
     assert table.strip() == str(trace)
     stream = "source" if name == "t5" else "text"
@@ -48,12 +48,14 @@ def test_one_command_traces_a_model(
 def test_lines_of_a_file(name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "lines").write_text("a longer one\n\nshort\nthird\n")
     out = str(tmp_path / "a.trace")
-    code, _, told = said(capsys, str(folders[name]), "--data", str(tmp_path / "lines"), "--limit", "2", "--out", out)
-    assert code == 0, told
+    code, _, err = run_command(
+        capsys, str(folders[name]), "--data", str(tmp_path / "lines"), "--limit", "2", "--out", out
+    )
+    assert code == 0, err
     trace = hw.load_trace(out)
     alone = []
     for text in ("a longer one", "short"):
-        assert said(capsys, str(folders[name]), "--text", text, "--out", str(tmp_path / "b.trace"))[0] == 0
+        assert run_command(capsys, str(folders[name]), "--text", text, "--out", str(tmp_path / "b.trace"))[0] == 0
         alone.append(hw.load_trace(tmp_path / "b.trace"))
     for row, one in enumerate(alone):
         there = [n for n, word in enumerate(trace.streams["text"][row].ids) if word >= 0]
@@ -63,8 +65,11 @@ def test_lines_of_a_file(name: str, folders: dict[str, Path], tmp_path: Path, ca
 
 def test_a_trace_file_is_described(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out, table = str(tmp_path / "a.trace"), str(tmp_path / "a.csv")
-    assert said(capsys, str(folders["ours"]), "--text", "abc", "--record", "v,z", "--sites", "1", "--out", out)[0] == 0
-    code, text, _ = said(capsys, out, "--json", "--export", table, "--min-weight", "0.5")
+    assert (
+        run_command(capsys, str(folders["ours"]), "--text", "abc", "--record", "v,z", "--sites", "1", "--out", out)[0]
+        == 0
+    )
+    code, text, _ = run_command(capsys, out, "--json", "--export", table, "--min-weight", "0.5")
     assert code == 0
     assert json.loads(text)["sites"] == [
         {"name": "decoder.1.attention", "heads": 3, "queries": 3, "keys": 3, "calls": 1, "kept": ["k", "q", "v", "z"]}
@@ -74,8 +79,8 @@ def test_a_trace_file_is_described(folders: dict[str, Path], tmp_path: Path, cap
 
 def test_a_source_and_its_target(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = str(tmp_path / "a.trace")
-    code, _, told = said(capsys, str(folders["t5"]), "--text", "abcd", "--target", "xy", "--out", out)
-    assert code == 0, told
+    code, _, err = run_command(capsys, str(folders["t5"]), "--text", "abcd", "--target", "xy", "--out", out)
+    assert code == 0, err
     trace = hw.load_trace(out)
     assert [trace.get_layer("decoder.0.cross").num_queries, trace.get_layer("decoder.0.cross").num_keys] == [3, 4]
     assert trace.streams["text"][0].words[1:] == ("x", "y")
@@ -108,8 +113,8 @@ def test_wrong_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    code, out, told = said(capsys, str(folders.get(argv[0], argv[0])), *argv[1:])
+    code, out, err = run_command(capsys, str(folders.get(argv[0], argv[0])), *argv[1:])
     assert (code, out) == (2, "")
-    assert told.count("\n") <= 2
-    assert wrong in told
+    assert err.count("\n") <= 2
+    assert wrong in err
     assert list(tmp_path.iterdir()) == []

@@ -21,8 +21,8 @@ SMALL = ["--steps", "2", "--batch", "4", "--precision", "fp32", "--compile", "of
 SMALL += ["--set", "recipe.evaluate_batches=1"]
 
 
-def trained(capsys: pytest.CaptureFixture[str], *said: str) -> tuple[int, str, str]:
-    code = main(["train", *said])
+def trained(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = main(["train", *args])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -38,11 +38,11 @@ def test_help_needs_no_torch():
 
 def test_dates_end_with_one_document(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     code, out, err = trained(capsys, "dates", "--out", str(tmp_path), "--json", *SMALL)
-    told = json.loads(out)
+    data = json.loads(out)
     assert code == 0
-    assert {"task": "dates", "steps": 2, "model": str(tmp_path), "split": "test"}.items() <= told.items()
-    assert 0 <= told["metrics"]["exact_match"] <= 1
-    assert told["seconds"] > 0
+    assert {"task": "dates", "steps": 2, "model": str(tmp_path), "split": "test"}.items() <= data.items()
+    assert 0 <= data["metrics"]["exact_match"] <= 1
+    assert data["seconds"] > 0
     assert "dates into" in err
     assert load(tmp_path).spec.kind == "encoder-decoder"
     assert (tmp_path / "tokenizer.json").is_file()
@@ -50,12 +50,12 @@ def test_dates_end_with_one_document(capsys: pytest.CaptureFixture[str], tmp_pat
 
 def test_settings_reach_task_and_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     (tmp_path / "r.toml").write_text("steps = 9\nlr = 0.01\nclip = 0.5\n")
-    said = ["--recipe", str(tmp_path / "r.toml"), "--set", "task.pairs=3", "--set", "recipe.schedule=wsd"]
-    code, out, _ = trained(capsys, "recall", "--out", str(tmp_path / "a"), *SMALL, *said)
+    result = ["--recipe", str(tmp_path / "r.toml"), "--set", "task.pairs=3", "--set", "recipe.schedule=wsd"]
+    code, out, _ = trained(capsys, "recall", "--out", str(tmp_path / "a"), *SMALL, *result)
     config = read_lines(tmp_path / "a" / "metrics.jsonl")[0]
     assert (code, config["task"]["pairs"]) == (0, 3)
-    kept = {name: config["recipe"][name] for name in ("steps", "lr", "clip", "schedule", "batch")}
-    assert kept == {"steps": 2, "lr": 0.01, "clip": 0.5, "schedule": "wsd", "batch": 4}
+    keep = {name: config["recipe"][name] for name in ("steps", "lr", "clip", "schedule", "batch")}
+    assert keep == {"steps": 2, "lr": 0.01, "clip": 0.5, "schedule": "wsd", "batch": 4}
     assert "recall: 2 steps" in out
 
 
@@ -88,7 +88,7 @@ def test_a_preset_takes_the_place_of_every_attention(preset: str):
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("argv", "message"),
     [
         (["dates"], "missing --out DIR; add it"),
         (["datess", "--out", "x"], "there is no task, file or folder 'datess'; did you mean 'dates'?"),
@@ -104,28 +104,28 @@ def test_a_preset_takes_the_place_of_every_attention(preset: str):
     ],
 )
 def test_bad_input_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: list[str], told: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, argv: list[str], message: str
 ):
     monkeypatch.chdir(tmp_path)
-    code, out, err = trained(capsys, *said)
+    code, out, err = trained(capsys, *argv)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert told in err
+    assert message in err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_saves_the_current_step_and_prints_how_to_resume(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    said = ["recall", "--out", str(tmp_path), *SMALL, "--steps", "3"]
+    result = ["recall", "--out", str(tmp_path), *SMALL, "--steps", "3"]
     with monkeypatch.context() as patch:
         patch.setattr(ConsoleLogger, "write", lambda self, record: record["event"] == "step" and signal.raise_signal(2))
-        code, out, err = trained(capsys, *said)
+        code, out, err = trained(capsys, *result)
     assert (code, out) == (130, "")
     remedy = "run the same command with --resume to continue"
     assert err.splitlines()[-1] == f"headwise: interrupted at step 1; the checkpoint is in {tmp_path}; {remedy}"
-    code, _, err = trained(capsys, *said)
+    code, _, err = trained(capsys, *result)
     assert (code, err.count("\n")) == (2, 1)
     assert "holds a run of 1 steps; continue it with resume='allowed' (--resume)" in err
-    code, out, err = trained(capsys, *said, "--resume", "--json")
+    code, out, err = trained(capsys, *result, "--resume", "--json")
     assert (code, json.loads(out)["steps"]) == (0, 3)
     assert "from step 1 on" in err

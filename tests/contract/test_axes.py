@@ -10,7 +10,7 @@ from headwise.nn import head_axis_ops
 from support import layer_cases as cases
 from support.layer_cases import EVERY, check_close
 
-KEPT = [(0,), (1, 3, 4), (5, 0), (0, 1, 2, 3, 4)]
+KEEP_CASES = [(0,), (1, 3, 4), (5, 0), (0, 1, 2, 3, 4)]
 
 
 def rebuilt(spec, weights):
@@ -26,7 +26,7 @@ def test_cutting_is_silencing(name):
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
     outs = len(spec.score_head_of_output)
-    for keep in {tuple(sorted(o for o in kept if o < outs)) for kept in KEPT}:
+    for keep in {tuple(sorted(o for o in keep if o < outs)) for keep in KEEP_CASES}:
         loud = torch.zeros(outs, 1, dtype=x.dtype)
         loud[list(keep)] = 1
         silenced = layer(x, source=z, probe=hw.Probe("heads", callback=lambda _, o, loud=loud: o * loud))
@@ -61,7 +61,7 @@ def test_sharing_equal_heads_changes_nothing(name):
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
     if spec.heads.value_heads:
-        pytest.skip("keys and values are grouped apart")
+        pytest.skip("keys and values have different groups")
     try:
         wide, weights = head_axis_ops.split_kv_heads(spec, layer.state_dict())
     except hw.SpecError as reason:
@@ -90,8 +90,8 @@ def test_permuting_outputs_changes_nothing(name):
 def test_uneven_groups_under_a_norm_over_all_keys_are_refused():
     spec = cases.base(kv=3, modifiers=(hw.QKNorm(scope="full"),))
     weights = cases.layer(spec).state_dict()
-    with pytest.raises(hw.SpecError, match="equal ones"):
+    with pytest.raises(hw.SpecError, match="use groups of equal size"):
         head_axis_ops.share_kv_heads(spec, weights, [[0, 1], [2]])
     uneven = cases.change_spec(spec, heads=hw.Heads(q=6, kv=3, dim=4, kv_head_of_query=(0, 0, 0, 1, 1, 2)))
-    with pytest.raises(hw.SpecError, match="equal ones"):
+    with pytest.raises(hw.SpecError, match="use groups of equal size"):
         head_axis_ops.split_kv_heads(uneven, weights)

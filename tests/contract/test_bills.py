@@ -48,14 +48,14 @@ def test_gradients_are_counted_as_torch_counts_them(name):
     spec = EVERY[name]
     layer = cases.layer(spec, torch.float32, "dense")
     x, z = cases.tensors(spec, torch.float32)
-    for told in (x, z):
-        if told is not None:
-            told.requires_grad_()
+    for value in (x, z):
+        if value is not None:
+            value.requires_grad_()
     with FlopCounterMode(display=False) as counter:
         y = layer(x, source=z)
-        made = counter.get_total_flops()
+        total_flops = counter.get_total_flops()
         y.sum().backward()
-    assert counter.get_total_flops() - made == flops.backward_flops(spec, work_of(spec)).total
+    assert counter.get_total_flops() - total_flops == flops.backward_flops(spec, work_of(spec)).total
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -66,13 +66,13 @@ def test_a_formula_is_worth_its_number(name):
     for bill in (flops.attention_parameters(spec), flops.forward_flops(spec, work), flops.cached_numbers(spec)):
         for term in bill.terms:
             part = parts.get(re.split(r"[. ]", term.name)[0], spec.project)
-            said = re.sub(r"(\w+)\.(\w+)", lambda told: str(getattr(parts[told[1]], told[2])), term.formula)
-            assert worth(said, {**spec.sizes_of(part), **letters}) == term.value, term
+            text = re.sub(r"(\w+)\.(\w+)", lambda value: str(getattr(parts[value[1]], value[2])), term.formula)
+            assert worth(text, {**spec.sizes_of(part), **letters}) == term.value, term
 
 
 def test_symbols_compute_like_numbers():
     q, dim = SymbolicInt.of(6, "q"), SymbolicInt.of(4, "dim")
-    told = {
+    options = {
         "2 q dim": 2 * q * dim,
         "3 (q + dim) q": (q + dim) * 3 * q,
         "q dim - (q + 1)": q * dim - (q + 1),
@@ -82,7 +82,7 @@ def test_symbols_compute_like_numbers():
         "floor((q + dim) / 3)": (q + dim) // 3,
         "12 q dim": 2 * (3 * q * 2) * dim,
     }
-    for text, value in told.items():
+    for text, value in options.items():
         assert formula(value) == text
         assert value == worth(text, {"q": 6, "dim": 4})
     assert (0 + q, q + 0, q * 1, sum([q, dim])) == (6, 6, 6, 10)

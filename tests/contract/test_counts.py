@@ -32,12 +32,12 @@ def test_products_are_counted_as_torch_counts_them(name, backend):
     x, z = cases.tensors(spec, torch.float32)
     keys = cases.TOKENS if z is None else cases.SOURCE
     work = hw.CallSize(cases.BATCH, cases.TOKENS, keys, keys)
-    made = torch_flops(layer, x, source=z)
-    assert made == costs.executed_flops(
+    built = torch_flops(layer, x, source=z)
+    assert built == costs.executed_flops(
         spec, work, BACKENDS[backend].executed_flops(CallSignature(spec, spec.core), work)
     )
     if backend == "dense":
-        assert made == costs.counted_flops(spec, work)
+        assert built == costs.counted_flops(spec, work)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -49,21 +49,21 @@ def test_a_step_is_counted_as_torch_counts_it(name):
     layer(x, cache=cache)
     if spec.recurrent_part:
         pytest.skip("the state's own updates are elementwise, which torch's counter does not see")
-    made = torch_flops(layer, x[:, :1], cache=cache)
+    built = torch_flops(layer, x[:, :1], cache=cache)
     reads_all = spec.pattern.pairs(range(7, 8), range(8)) == (cache.slots if cache.slots < 8 else 8)
     slots = min(8, cache.slots) if reads_all else cache.slots
-    assert made == costs.counted_flops(spec, hw.CallSize(cases.BATCH, 1, 1, slots))
+    assert built == costs.counted_flops(spec, hw.CallSize(cases.BATCH, 1, 1, slots))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_what_is_asked_is_what_is_allowed(name):
+def test_counted_pairs_equal_allowed_pairs(name):
     spec = EXAMPLES[name]
     x, z = cases.tensors(spec)
     if z is not None:
         pytest.skip("pairs of a source are its rectangle, counted above")
-    sight = hw.AttentionMask(hw.SequenceInfo.from_batch(x), hw.SequenceInfo.from_batch(x), spec.pattern)
+    attention_mask = hw.AttentionMask(hw.SequenceInfo.from_batch(x), hw.SequenceInfo.from_batch(x), spec.pattern)
     work = costs.self_attention_work(spec, batch=cases.BATCH, queries=cases.TOKENS)
-    assert work.pairs == int(sight.allowed.expand(1, 1, cases.TOKENS, cases.TOKENS).sum())
+    assert work.pairs == int(attention_mask.allowed.expand(1, 1, cases.TOKENS, cases.TOKENS).sum())
     full = hw.CallSize(cases.BATCH, cases.TOKENS, cases.TOKENS, cases.TOKENS)
     saved = costs.counted_flops(spec, full) - costs.required_flops(spec, work)
     assert saved == 0 if work.pairs == full.pairs else saved > 0

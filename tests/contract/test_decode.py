@@ -63,7 +63,7 @@ def test_ragged_rows_decode_on_from_where_each_ends(name):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_what_is_held_is_what_is_counted(name):
+def test_cached_numbers_equal_the_count(name):
     spec = cases.as_causal(EXAMPLES[name])
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
@@ -72,17 +72,17 @@ def test_what_is_held_is_what_is_counted(name):
     append = cache.append
 
     def watched(entry, at):
-        told, where = append(entry, at)
-        shapes.add((where.position.shape, *(tensor.shape for tensor in told.values())))
-        return told, where
+        result, where = append(entry, at)
+        shapes.add((where.position.shape, *(tensor.shape for tensor in result.values())))
+        return result, where
 
     cache.append = watched
     for t in range(cases.TOKENS):
         layer(x[:, t : t + 1], cache=cache)
     assert len(shapes) == 1, "a step of one token changed a shape"
     assert cache.nbytes == costs.cache_bytes(spec, batch=cases.BATCH, capacity=9, bytes_per_number=8)
-    held = [*cache.state.values()] or [*cache.entry.values()]
-    assert cache.nbytes == sum(tensor.untyped_storage().nbytes() for tensor in held)
+    stored = [*cache.state.values()] or [*cache.entry.values()]
+    assert cache.nbytes == sum(tensor.untyped_storage().nbytes() for tensor in stored)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

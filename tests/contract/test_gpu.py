@@ -28,8 +28,8 @@ def test_every_backend_errs_no_more_than_twice_as_dense(name, dtype):
     spec = EXAMPLES[name]
     exact = cases.layer(spec)
     coarse = copy.deepcopy(exact).to("cuda", dtype)
-    kept = {k: v.cpu().double() if v.is_floating_point() else v.cpu() for k, v in coarse.state_dict().items()}
-    exact.load_state_dict(kept)
+    keep = {k: v.cpu().double() if v.is_floating_point() else v.cpu() for k, v in coarse.state_dict().items()}
+    exact.load_state_dict(keep)
     x, z = cases.tensors(spec, dtype)
     truth = reference.reference_attention(exact, x.double(), source=None if z is None else z.double())
 

@@ -43,9 +43,9 @@ def block(spec: hw.AttentionSpec, cross: hw.AttentionSpec | None = None) -> bp.B
     return bp.BlockSpec(spec, cross, bp.FeedForwardSpec(19, "silu", "gated"), bp.NormSpec("rms"))
 
 
-def stack(name: str, tokens: int, layer: bp.BlockSpec, **said: object) -> bp.StackSpec:
+def stack(name: str, tokens: int, layer: bp.BlockSpec, **options: object) -> bp.StackSpec:
     embedding = bp.EmbeddingSpec(tokens, positions=bp.PositionSpec("sinusoidal"))
-    return bp.StackSpec.from_blocks(name, MODEL, [layer] * 2, embedding=embedding, norm=bp.NormSpec(), **said)
+    return bp.StackSpec.from_blocks(name, MODEL, [layer] * 2, embedding=embedding, norm=bp.NormSpec(), **options)
 
 
 def decoder(spec: hw.AttentionSpec) -> bp.ModelSpec:
@@ -105,10 +105,10 @@ def check_learns(described: bp.ModelSpec) -> None:
     assert {name: tuple(t.shape) for name, t in net.state_dict().items()} == described.shapes()
     x, read = inputs(described)
     head = "tokens"
-    wanted = torch.randint(0, WORDS, x.shape)
+    expected = torch.randint(0, WORDS, x.shape)
 
     def loss() -> Tensor:
-        return F.cross_entropy(net(x, head=head, **read).flatten(0, 1), wanted.flatten())
+        return F.cross_entropy(net(x, head=head, **read).flatten(0, 1), expected.flatten())
 
     before = loss()
     before.backward()
@@ -133,12 +133,12 @@ def test_merged_attention_decodes(name: str):
 
 def check_decodes(described: bp.ModelSpec) -> None:
     """From caches, rows of several lengths at once, the same ids as row by row, the whole sequence anew each time."""
-    net = drawn(described)
+    net = randomised(described)
     x, read = inputs(described)
     lengths = [5, 2, 4]
     memory = net.encode(read["source"]) if read else None
     at = hw.SequenceInfo.from_batch(x, lengths=lengths, pad="left")
-    said = hw.greedy_decode(net, x, max_new_tokens=NEW, sequence=at, encoder_output=memory)
+    generated = hw.greedy_decode(net, x, max_new_tokens=NEW, sequence=at, encoder_output=memory)
     alone = []
     for row, length in enumerate(lengths):
         ids, own = x[row : row + 1, 5 - length :], {key: value[row : row + 1] for key, value in read.items()}
@@ -146,10 +146,10 @@ def check_decodes(described: bp.ModelSpec) -> None:
             for _ in range(NEW):
                 ids = torch.cat([ids, net(ids, **own)[:, -1:].argmax(-1)], 1)
         alone.append(ids[0, length:].tolist())
-    assert said == alone
+    assert generated == alone
 
 
-def drawn(described: bp.ModelSpec) -> hw.Transformer:
+def randomised(described: bp.ModelSpec) -> hw.Transformer:
     """A model in float64 whose every number matters, so that its likeliest tokens differ."""
     net = hw.build(described, seed=0).double().eval()
     with torch.no_grad():

@@ -19,23 +19,23 @@ def test_a_probe_sees_every_place(name):
     spec = EXAMPLES[name]
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
-    seen = hw.Probe("q", "k", "v", "scores", "weights", "lse", "heads")
-    y = layer(x, source=z, probe=seen)
+    probe = hw.Probe("q", "k", "v", "scores", "weights", "lse", "heads")
+    y = layer(x, source=z, probe=probe)
     check_close(y, layer(x, source=z))
     keys = cases.TOKENS if z is None else cases.SOURCE
     rows = len(spec.score_head_of_row)
     mixed = spec.num_heads_after(Phase.SCORES)
-    assert seen.tensors["scores"].shape == (cases.BATCH, mixed, cases.TOKENS, keys)
-    assert seen.tensors["weights"].shape == (cases.BATCH, rows, cases.TOKENS, keys)
-    assert seen.tensors["lse"].shape == (cases.BATCH, mixed, cases.TOKENS)
-    assert seen.tensors["heads"].shape == (
+    assert probe.tensors["scores"].shape == (cases.BATCH, mixed, cases.TOKENS, keys)
+    assert probe.tensors["weights"].shape == (cases.BATCH, rows, cases.TOKENS, keys)
+    assert probe.tensors["lse"].shape == (cases.BATCH, mixed, cases.TOKENS)
+    assert probe.tensors["heads"].shape == (
         cases.BATCH,
         cases.TOKENS,
         len(spec.score_head_of_output),
         layer.spec.heads.vdim,
     )
-    assert seen.tensors["q"].shape[:3] == (cases.BATCH, cases.TOKENS, spec.heads.q)
-    check_close(layer.merge_heads(seen.tensors["heads"]), y)
+    assert probe.tensors["q"].shape[:3] == (cases.BATCH, cases.TOKENS, spec.heads.q)
+    check_close(layer.merge_heads(probe.tensors["heads"]), y)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -43,12 +43,12 @@ def test_weights_stay_within_the_pattern(name):
     spec = EXAMPLES[name]
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
-    seen = hw.Probe("weights")
-    layer(x, source=z, probe=seen)
-    told = hw.SequenceInfo.from_batch(x if z is None else z)
-    allowed = hw.AttentionMask(hw.SequenceInfo.from_batch(x), told, spec.pattern).allowed
-    assert (seen.tensors["weights"].masked_select(~allowed) == 0).all()
-    assert seen.tensors["weights"].masked_select(allowed).abs().sum() > 0
+    probe = hw.Probe("weights")
+    layer(x, source=z, probe=probe)
+    sequence = hw.SequenceInfo.from_batch(x if z is None else z)
+    allowed = hw.AttentionMask(hw.SequenceInfo.from_batch(x), sequence, spec.pattern).allowed
+    assert (probe.tensors["weights"].masked_select(~allowed) == 0).all()
+    assert probe.tensors["weights"].masked_select(allowed).abs().sum() > 0
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -57,16 +57,16 @@ def test_copies_saves_and_moves(name):
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
     y = layer(x, source=z)
-    twin = copy.deepcopy(layer)
+    copied = copy.deepcopy(layer)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.zero_()
-    check_close(twin(x, source=z), y)
+    check_close(copied(x, source=z), y)
     fresh = hw.Attention(spec).double().eval()
-    fresh.load_state_dict(twin.state_dict(), strict=True)
+    fresh.load_state_dict(copied.state_dict(), strict=True)
     check_close(fresh(x, source=z), y)
-    constants = {k: v.clone() for k, v in twin.named_buffers()}
-    back = twin.to(torch.bfloat16).to(torch.float64)
+    constants = {k: v.clone() for k, v in copied.named_buffers()}
+    back = copied.to(torch.bfloat16).to(torch.float64)
     for key, constant in back.named_buffers():
         assert torch.equal(constant, constants[key]), f"{key} lost its precision on a trip through bfloat16"
 
@@ -119,17 +119,17 @@ def test_fused_kernels_show_the_lse_that_dense_shows(name):
     tokens = cases.sequence_infos(x)["right"]
     for count in (cases.TOKENS, 1):
         at = hw.SequenceInfo(tokens.position[:, :count], tokens.segment[:, :count])
-        seen = {}
+        recorded = {}
         with torch.no_grad():
             for backend in cases.supporting_backends(spec, single_query=count == 1, probed_tensors=frozenset({"lse"})):
                 layer.backend_name, probe = backend, hw.Probe("lse", "heads")
                 layer(x[:, :count], source=z, sequence=at, probe=probe)
-                seen[backend] = probe.tensors
-        for other in seen.values():
-            check_close(other["lse"], seen["dense"]["lse"])
-            check_close(other["heads"], seen["dense"]["heads"])
+                recorded[backend] = probe.tensors
+        for other in recorded.values():
+            check_close(other["lse"], recorded["dense"]["lse"])
+            check_close(other["heads"], recorded["dense"]["heads"])
     if name in ("Direct0", "Direct2", "Alibi1", "Rotary0"):
-        assert len(seen) > 1, "no fused kernel showed it"
+        assert len(recorded) > 1, "no fused kernel showed it"
 
 
 @pytest.mark.compile

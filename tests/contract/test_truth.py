@@ -21,8 +21,8 @@ def test_output_is_the_references(name):
     spec = EVERY[name]
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
-    ways = cases.sequence_infos(x) if name in EXAMPLES else {"packed": cases.sequence_infos(x)["packed"]}
-    for tokens in ways.values():
+    modes = cases.sequence_infos(x) if name in EXAMPLES else {"packed": cases.sequence_infos(x)["packed"]}
+    for tokens in modes.values():
         expected = reference.reference_attention(layer, x, source=z, tokens=tokens)
         for backend in cases.supporting_backends(spec):
             layer.backend_name = backend
@@ -37,13 +37,13 @@ def test_a_source_is_read_as_the_reference_reads_it(name):
         pytest.skip(f"not defined for a source: {reason}")
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
-    told = hw.SequenceInfo.from_batch(z, lengths=[11, 5, 0])
-    expected = reference.reference_attention(layer, x, source=z, source_tokens=told)
-    kept = layer.project_source(z, sequence=told)
+    sequence = hw.SequenceInfo.from_batch(z, lengths=[11, 5, 0])
+    expected = reference.reference_attention(layer, x, source=z, source_tokens=sequence)
+    keep = layer.project_source(z, sequence=sequence)
     for backend in cases.supporting_backends(spec):
         layer.backend_name = backend
-        check_close(layer(x, source=kept), expected)
-    check_close(layer(x[:, :1], source=kept), expected[:, :1])
+        check_close(layer(x, source=keep), expected)
+    check_close(layer(x[:, :1], source=keep), expected[:, :1])
     check_close(layer(x, source=z), reference.reference_attention(layer, x, source=z))
 
 
@@ -104,8 +104,8 @@ def test_only_distances_matter(name):
         check_close(layer(x, sequence=moved), layer(x), rtol=1e-8, atol=1e-9)
         return
     far = torch.arange(cases.SOURCE)[None] + 1000
-    kept = layer.project_source(z, sequence=hw.SequenceInfo(far, torch.zeros_like(far)))
-    check_close(layer(x, source=kept, sequence=moved), layer(x, source=z), rtol=1e-8, atol=1e-9)
+    keep = layer.project_source(z, sequence=hw.SequenceInfo(far, torch.zeros_like(far)))
+    check_close(layer(x, source=keep, sequence=moved), layer(x, source=z), rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -118,8 +118,8 @@ def test_packed_documents_do_not_meet(name):
     together = layer(
         x, sequence=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * cases.BATCH))
     )
-    apart = torch.cat([layer(x[:, :3]), layer(x[:, 3:])], 1)
-    check_close(together, apart)
+    separate = torch.cat([layer(x[:, :3]), layer(x[:, 3:])], 1)
+    check_close(together, separate)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -129,16 +129,16 @@ def test_a_query_with_nothing_to_read_reads_zero(name):
     x, z = cases.tensors(spec)
     x.requires_grad_()
     keys = cases.TOKENS if z is None else cases.SOURCE
-    seen = hw.Probe("heads")
+    probe = hw.Probe("heads")
     mask = torch.ones(cases.BATCH, 1, cases.TOKENS, keys, dtype=torch.bool)
     mask[1, :, 2] = False
-    y = layer(x, source=z, mask=mask, probe=seen)
-    assert (seen.tensors["heads"][1, 2] == 0).all()
+    y = layer(x, source=z, mask=mask, probe=probe)
+    assert (probe.tensors["heads"][1, 2] == 0).all()
     for grad in layer_gradients(layer, y, x).values():
         assert grad.isfinite().all()
     if z is None:
         blind = layer(x, sequence=hw.SequenceInfo.from_batch(x, lengths=[7, 3, 0]))
-        check_close(blind[2], layer.merge_heads(torch.zeros_like(seen.tensors["heads"]))[2])
+        check_close(blind[2], layer.merge_heads(torch.zeros_like(probe.tensors["heads"]))[2])
 
 
 class Nowhere:
@@ -157,7 +157,7 @@ class Nowhere:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_who_asks_where_tokens_stand_says_so(name):
+def test_parts_that_read_positions_declare_positional(name):
     spec = EXAMPLES[name]
     layer = cases.layer(spec)
     for step, part in spec.parts_of(ScoreStep):

@@ -134,11 +134,11 @@ def worth(text: str, spec: hw.AttentionSpec, sizes: tuple[int, int, int]) -> int
 
 def test_query_blocks_save_the_inputs_of_the_core():
     b, s, spec = 2, 150, hw.design(preset="entmax", model=6, heads=2, dim=3, modifiers=())
-    told = hw.layer_activation_memory(spec, load(b, s), "chunked")
-    assert told.total == layer_saved_bytes(
+    memory = hw.layer_activation_memory(spec, load(b, s), "chunked")
+    assert memory.total == layer_saved_bytes(
         hw.Attention(spec, backend="chunked"), torch.randn(b, s, 6, requires_grad=True)
     )
-    assert told == hw.layer_activation_memory(spec, load(b, s), "dense", checkpoint="core")
+    assert memory == hw.layer_activation_memory(spec, load(b, s), "dense", checkpoint="core")
     assert hw.layer_activation_memory(spec, load(b, 128), "chunked") == hw.layer_activation_memory(
         spec, load(b, 128), "dense"
     )  # one block
@@ -198,11 +198,11 @@ def test_the_two_published_constants_fall_out():
     """Half precision, masks of one byte: 16 elements of 2 bytes and two masks are 34 b s h."""
     b, s, h, a = 3, 7, 24, 4
     block = bp.BlockSpec(hw.design(model=h, heads=a), feed=bp.FeedForwardSpec(4 * h, bias="ud"))
-    told = block_activation_memory(
+    memory = block_activation_memory(
         block, h, load(b, s, torch.bfloat16), hw.ActivationSettings("flash-cuda", dropout=0.1)
     )
     small = 4 * b * a * s + 4 * b * s * 4 + 4 * b * s * h  # row sums; statistics; the mask inside, which they leave out
-    assert told.total == 34 * b * s * h + small
+    assert memory.total == 34 * b * s * h + small
     for profile in ("paper-2022", "zhihu-624740065"):
         assert (
             block_activation_memory(block, h, load(b, s, torch.bfloat16), hw.ActivationSettings(profile)).total
@@ -241,12 +241,12 @@ def test_a_llama_block(dtype):
     assert bytes_saved_by(lambda: plain(x), *plain.parameters()) == formula
     spec = hw.design(preset="gqa", model=d, heads=n, kv=g, dim=k)
     feed = bp.FeedForwardSpec(f, "silu", form="gated")
-    told = block_activation_memory(
+    memory = block_activation_memory(
         bp.BlockSpec(spec, feed=feed, norm=bp.NormSpec("rms")), d, load(b, s, dtype), hw.ActivationSettings("sdpa")
     )
-    turns = sum(term.value for term in told.terms if "rotary" in term.name)
+    turns = sum(term.value for term in memory.terms if "rotary" in term.name)
     assert turns == 8 * s * k // 2  # a cosine and a sine of every pair of channels; rounded, once for either side
-    assert told.total == formula + turns
+    assert memory.total == formula + turns
 
 
 def test_the_tail_of_a_language_model():
@@ -289,8 +289,10 @@ def test_feed_forwards_by_activation(name, form, dropout):
         return F.dropout(inner, dropout, True) @ down.T
 
     at = activations.ActivationContext.from_workload(load(b, s), s, "sdpa", dropout)
-    told = sum(size for _, size in activations.feed_forward_bytes(bp.FeedForwardSpec(f, name, form), at.num_tokens, at))
-    assert 4 * b * s * d + told == bytes_saved_by(run, up, gate, down)
+    result = sum(
+        size for _, size in activations.feed_forward_bytes(bp.FeedForwardSpec(f, name, form), at.num_tokens, at)
+    )
+    assert 4 * b * s * d + result == bytes_saved_by(run, up, gate, down)
 
 
 def test_bounded_gates_and_parallel_blocks():
@@ -330,11 +332,11 @@ def test_checkpoints_of_a_whole_model():
 def test_huge_workloads_stay_exact():
     batch, tokens = 2**62, 2**62
     spec = hw.design(model=512, heads=8)
-    told = hw.layer_activation_memory(spec, hw.Workload(batch, tokens, "bf16"), "sdpa")
-    assert told.total == 2 * 5 * batch * tokens * 512 + 4 * batch * 8 * tokens
+    memory = hw.layer_activation_memory(spec, hw.Workload(batch, tokens, "bf16"), "sdpa")
+    assert memory.total == 2 * 5 * batch * tokens * 512 + 4 * batch * 8 * tokens
     window = hw.design(model=512, heads=8, pattern="window(5)")
     masked = hw.layer_activation_memory(window, hw.Workload(batch, tokens, "bf16"), "sdpa")
-    assert masked.total - told.total == 2 * tokens**2
+    assert masked.total - memory.total == 2 * tokens**2
 
 
 def test_a_load_at_the_edge_of_a_pattern_or_of_a_table():
@@ -343,14 +345,14 @@ def test_a_load_at_the_edge_of_a_pattern_or_of_a_table():
         layer = hw.Attention(spec, backend="sdpa")
         assert hw.layer_activation_memory(spec, load(1, tokens), "sdpa").total == layer_saved_bytes(layer, x)
     short = hw.design(model=8, heads=2, modifiers=(hw.Learned(length=1),))
-    told = layer_saved_bytes(hw.Attention(short, backend="dense"), torch.randn(3, 1, 8, requires_grad=True))
-    assert hw.layer_activation_memory(short, load(3, 1), "dense").total == told
+    result = layer_saved_bytes(hw.Attention(short, backend="dense"), torch.randn(3, 1, 8, requires_grad=True))
+    assert hw.layer_activation_memory(short, load(3, 1), "dense").total == result
     with pytest.raises(ValueError, match="knows no position 1"):
         hw.layer_activation_memory(short, load(3, 2), "dense")
 
 
 @pytest.mark.parametrize(
-    ("run", "said"),
+    ("run", "message"),
     [
         (lambda s, at: hw.layer_activation_memory(s, at, "spda"), "did you mean 'sdpa'"),
         (lambda s, at: hw.layer_activation_memory(s, at, checkpoint="blok"), "did you mean 'block'"),
@@ -367,8 +369,8 @@ def test_a_load_at_the_edge_of_a_pattern_or_of_a_table():
         (lambda s, at: hw.layer_activation_memory(hw.design(preset="dcmha"), at, "sdpa"), "use profile='dense'"),
     ],
 )
-def test_invalid_arguments_are_refused(run, said):
-    with pytest.raises(hw.SpecError, match=said) as refused:
+def test_invalid_arguments_are_refused(run, message):
+    with pytest.raises(hw.SpecError, match=message) as refused:
         run(hw.design(model=8, heads=2), load(1, 5))
     assert "\n" not in str(refused.value)
 
@@ -386,7 +388,7 @@ def test_published_formulas_are_of_gpt_blocks_alone(change):
 def test_gpt3_as_published():
     config = {"model_type": "gpt2", "n_layer": 96, "n_embd": 12288, "n_head": 96, "n_positions": 2048}
     gpt3 = hw.families.read_model_spec(config)
-    told = hw.activation_memory(gpt3, hw.Workload(1, 2048), hw.ActivationSettings("zhihu-624740065"))
-    assert told.total == 275_414_777_856
+    memory = hw.activation_memory(gpt3, hw.Workload(1, 2048), hw.ActivationSettings("zhihu-624740065"))
+    assert memory.total == 275_414_777_856
     whole = math.prod((96, 2, 2048, 12288))
     assert hw.activation_memory(gpt3, hw.Workload(1, 2048), hw.ActivationSettings("paper-2022", "block")).total == whole

@@ -41,14 +41,14 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
 
 
 def test_lines_are_the_prices_at_every_length():
-    _, kept, asked, shares = make_charts(PRICES)
-    for chart in (kept, asked, shares):
+    _, values, flops_charts, shares = make_charts(PRICES)
+    for chart in (values, flops_charts, shares):
         assert [line.name for line in chart.lines] == list(NAMES)
         assert {300, 64, 96, 2**17} <= set(chart.lines[0].xs)
     for n, name in enumerate(NAMES):
-        at = kept.lines[n].xs.index(300)
-        assert kept.lines[n].ys[at] == PRICES[name].cache_bytes
-        assert asked.lines[n].ys[at] == PRICES[name].prefill_flops.total / 600
+        at = values.lines[n].xs.index(300)
+        assert values.lines[n].ys[at] == PRICES[name].cache_bytes
+        assert flops_charts.lines[n].ys[at] == PRICES[name].prefill_flops.total / 600
         assert shares.lines[n].ys[at] == PRICES[name].seconds("decode") / PRICES["gqa"].seconds("decode")
     assert shares.lines[0].label == "gqa"
 
@@ -86,24 +86,24 @@ PLACES = st.lists(st.floats(0, 1), min_size=1, max_size=20)
 
 
 @given(PLACES, st.floats(0.001, 0.3))
-def test_names_keep_their_distance_and_their_order(wanted, gap):
-    found = spread_labels(wanted, gap)
-    gap = min(gap, 1 / max(len(wanted) - 1, 1))
+def test_names_keep_their_distance_and_their_order(expected, gap):
+    found = spread_labels(expected, gap)
+    gap = min(gap, 1 / max(len(expected) - 1, 1))
     ordered = sorted(found)
     assert all(b - a >= gap - 1e-6 for a, b in pairwise(ordered))
     assert -1e-6 <= ordered[0] <= ordered[-1] <= 1 + 1e-6
-    assert [found[n] for n in sorted(range(len(wanted)), key=lambda n: wanted[n])] == ordered
+    assert [found[n] for n in sorted(range(len(expected)), key=lambda n: expected[n])] == ordered
 
 
 @given(st.lists(st.integers(0, 20), min_size=3, max_size=3))
-def test_names_move_as_little_as_they_can(wanted):
+def test_names_move_as_little_as_they_can(expected):
     """Against every place of three names on a grid of halves."""
-    found = spread_labels([one / 20 for one in wanted], 0.2)
-    moved = sum((20 * place - one) ** 2 for place, one in zip(found, wanted, strict=True))
-    order = sorted(range(3), key=lambda n: wanted[n])
+    found = spread_labels([one / 20 for one in expected], 0.2)
+    moved = sum((20 * place - one) ** 2 for place, one in zip(found, expected, strict=True))
+    order = sorted(range(3), key=lambda n: expected[n])
     grid = [n / 2 for n in range(41)]
-    ways = ((a, b, c) for a, b, c in combinations(grid, 3) if b - a >= 4 and c - b >= 4)
-    least = min(sum((place - wanted[n]) ** 2 for place, n in zip(way, order, strict=True)) for way in ways)
+    values = ((a, b, c) for a, b, c in combinations(grid, 3) if b - a >= 4 and c - b >= 4)
+    least = min(sum((place - expected[n]) ** 2 for place, n in zip(way, order, strict=True)) for way in values)
     assert moved <= least + 1e-6
 
 
@@ -154,17 +154,17 @@ def test_no_text_covers_another_or_leaves_the_drawing(count, panels):
         canvas.draw()
         renderer = canvas.get_renderer()
         ticks = [tick for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for tick in beyond(axis)]
-        seen = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
-        texts = [text for text in seen if not any(text in (tick.label1, tick.label2) for tick in ticks)]
+        recorded = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
+        texts = [text for text in recorded if not any(text in (tick.label1, tick.label2) for tick in ticks)]
         boxes = [(text.get_text(), Text.get_window_extent(text, renderer)) for text in texts]
     whole = figure.bbox
     outside = [
-        said
-        for said, box in boxes
+        options
+        for options, box in boxes
         if not (whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1)
     ]
     assert outside == []
-    flat = [(said, box.padded(-1.5)) for said, box in boxes if not said.endswith("B/s")]  # which leans
+    flat = [(options, box.padded(-1.5)) for options, box in boxes if not options.endswith("B/s")]  # which leans
     assert [(one, other) for (one, a), (other, b) in combinations(flat, 2) if a.overlaps(b)] == []
     assert len(texts) > 2 * count
 
@@ -206,9 +206,12 @@ def test_the_sheet_is_the_document_again(capsys):
     code, out, _ = run(capsys, *argv, "--csv")
     rows = list(csv.DictReader(io.StringIO(out, newline=""), strict=True))
     assert (code, len(rows), out.count("\r\n"), out.count("\n")) == (0, 3, 4, 4)
-    for row, told in zip(rows, json.loads(document)["rows"], strict=True):
-        flat = told | {
-            f"{key}.{inner}": one for key, each in told.items() if isinstance(each, dict) for inner, one in each.items()
+    for row, options in zip(rows, json.loads(document)["rows"], strict=True):
+        flat = options | {
+            f"{key}.{inner}": one
+            for key, each in options.items()
+            if isinstance(each, dict)
+            for inner, one in each.items()
         }
         single = {key: one for key, one in flat.items() if not isinstance(one, dict | list)}
         assert {key: one for key, one in row.items() if one} == {
@@ -218,8 +221,8 @@ def test_the_sheet_is_the_document_again(capsys):
 
 
 def test_names_in_a_sheet_are_quoted():
-    told = list(csv.reader(io.StringIO(to_csv([{"name": 'a,"b"\nc'}]), newline=""), strict=True))
-    assert told == [["name"], ['a,"b"\nc']]
+    result = list(csv.reader(io.StringIO(to_csv([{"name": 'a,"b"\nc'}]), newline=""), strict=True))
+    assert result == [["name"], ['a,"b"\nc']]
 
 
 # --- the command ---------------------------------------------------------------------------------------
@@ -232,9 +235,9 @@ def test_matching_on_the_command_line(capsys):
     assert "resized to match mha" in out
     assert max(map(len, out.splitlines())) <= 80
     _, out, _ = run(capsys, *argv, "--model", "1024", "--heads", "8", "--json")
-    told = json.loads(out)
-    assert [(row["name"], row["free"]) for row in told["matched"]["rows"]] == [("gqa", "dim"), ("mla", "vdim")]
-    assert [row["reached"] for row in told["matched"]["rows"]] == [row["params"] for row in told["rows"][1:]]
+    data = json.loads(out)
+    assert [(row["name"], row["free"]) for row in data["matched"]["rows"]] == [("gqa", "dim"), ("mla", "vdim")]
+    assert [row["reached"] for row in data["matched"]["rows"]] == [row["params"] for row in data["rows"][1:]]
 
 
 def test_all_comparisons_fit_the_screen_and_the_document(capsys, tmp_path):
@@ -243,14 +246,14 @@ def test_all_comparisons_fit_the_screen_and_the_document(capsys, tmp_path):
     assert (code, err) == (0, "")
     assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
     assert "gqa (2)" in out
-    told = json.loads(run(capsys, *argv, "--plot-kind", "roofline", "--json")[1])
-    assert {"crossovers", "complexity", "plot"} <= set(told)
-    assert told["complexity"]["sizes"] == {"tokens": 2048, "model": 512, "heads": 8, "kernel": 5, "window": 64}
-    assert told["plot"] == {"file": str(tmp_path / "a.svg"), "kind": "roofline"}
+    data = json.loads(run(capsys, *argv, "--plot-kind", "roofline", "--json")[1])
+    assert {"crossovers", "complexity", "plot"} <= set(data)
+    assert data["complexity"]["sizes"] == {"tokens": 2048, "model": 512, "heads": 8, "kernel": 5, "window": 64}
+    assert data["plot"] == {"file": str(tmp_path / "a.svg"), "kind": "roofline"}
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (("gqa", "--match", "params"), "there is only gqa; name one more"),
         (("gqa", "mqa", "--match", "width"), "--match 'width' is unknown; give one of"),
@@ -275,11 +278,11 @@ def test_all_comparisons_fit_the_screen_and_the_document(capsys, tmp_path):
         (("gqa", "--csv", "--complexity"), "no room for complexity"),
     ],
 )
-def test_invalid_arguments_give_one_line(capsys, argv, said, tmp_path, monkeypatch):
+def test_invalid_arguments_give_one_line(capsys, argv, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, err = run(capsys, *argv)
     assert (code, out) == (2, "")
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) == 1
     assert os.listdir(tmp_path) == []
 

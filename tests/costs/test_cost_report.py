@@ -37,17 +37,17 @@ V3 = hw.design(
     ids=["llama-3-8b", "gpt-2", "deepseek-v2-lite", "deepseek-v3"],
 )
 def test_released_layers(spec, params, each):
-    told = estimate_cost(spec, hw.Workload())
-    assert told.parameters.total == params
-    assert told.data["kv_bytes_per_token"] == each
+    cost = estimate_cost(spec, hw.Workload())
+    assert cost.parameters.total == params
+    assert cost.data["kv_bytes_per_token"] == each
 
 
 def test_the_articles_products():
     """24 b s h^2 + 4 b s^2 h with its feed-forward of 16 b s h^2 left out, full square (zhihu 624740065)."""
     b, s, h = 3, 512, 768
-    told = estimate_cost(hw.design(model=h, heads=12), hw.Workload(batch=b, context=s))
-    assert told.prefill_flops.total == 8 * b * s * h**2 + 4 * b * s**2 * h
-    assert told.backward_flops.total == 2 * told.prefill_flops.total
+    cost = estimate_cost(hw.design(model=h, heads=12), hw.Workload(batch=b, context=s))
+    assert cost.prefill_flops.total == 8 * b * s * h**2 + 4 * b * s**2 * h
+    assert cost.backward_flops.total == 2 * cost.prefill_flops.total
 
 
 def test_rooflines_by_hand():
@@ -86,34 +86,34 @@ def test_a_ring_is_read_as_far_as_it_goes():
 
 
 def test_bidirectional_layers_have_no_decode_cost():
-    told = estimate_cost(hw.design(preset="mha"), hw.Workload())
-    assert told.decode_flops is None
-    assert set(told.data["flops"]) == {"prefill", "backward"}
+    cost = estimate_cost(hw.design(preset="mha"), hw.Workload())
+    assert cost.decode_flops is None
+    assert set(cost.data["flops"]) == {"prefill", "backward"}
     assert "-" in str(hw.cost(hw.design(preset="mha")))
 
 
 def test_numbers_beyond_machine_words_stay_exact():
-    told = estimate_cost(hw.design(model=2**20, heads=2**10, pattern="causal"), hw.Workload(batch=2**30, context=2**40))
+    cost = estimate_cost(hw.design(model=2**20, heads=2**10, pattern="causal"), hw.Workload(batch=2**30, context=2**40))
     pairs = 2**40 * (2**40 + 1) // 2
-    assert told.prefill_flops.total == 2**30 * (8 * 2**40 * 2**40 + 4 * pairs * 2**20)
-    assert json.loads(json.dumps(told.data))["flops"]["prefill"] == told.prefill_flops.total
+    assert cost.prefill_flops.total == 2**30 * (8 * 2**40 * 2**40 + 4 * pairs * 2**20)
+    assert json.loads(json.dumps(cost.data))["flops"]["prefill"] == cost.prefill_flops.total
 
 
 @pytest.mark.parametrize("name", hw.PRESETS)
 def test_every_preset_is_priced(name):
     spec = hw.design(preset=name, model=256, heads=8)
-    told = estimate_cost(spec, hw.Workload(batch=2, context=300, dtype="fp32", device="cpu"), name)
-    assert told.parameters.total == costs.count_parameters(spec)
+    cost = estimate_cost(spec, hw.Workload(batch=2, context=300, dtype="fp32", device="cpu"), name)
+    assert cost.parameters.total == costs.count_parameters(spec)
     assert (
-        sum(term["value"] for term in told.data["terms"] if term["breakdown"] == "parameters") == told.parameters.total
+        sum(term["value"] for term in cost.data["terms"] if term["breakdown"] == "parameters") == cost.parameters.total
     )
-    assert told.seconds("prefill") > 0
+    assert cost.seconds("prefill") > 0
 
 
-@pytest.mark.parametrize("told", [{}, [GPT2], None])
-def test_only_specs_are_priced(told):
+@pytest.mark.parametrize("expected", [{}, [GPT2], None])
+def test_only_specs_are_priced(expected):
     with pytest.raises(hw.SpecError, match="give a spec or a model, or specs by name"):
-        hw.cost(told)
+        hw.cost(expected)
 
 
 def test_missing_phases_are_errors_and_no_source_length_is_guessed():
@@ -144,9 +144,9 @@ def test_terms_and_json(capsys):
     assert "core (scores) = 2 b pairs q dim" in out
     assert max(map(len, out.splitlines())) <= 80
     code, out, _ = run(capsys, "gqa", "--json", "--set", "heads.kv=4")
-    told = json.loads(out)
-    assert (code, told["version"], told["device"]) == (0, 1, "h200")
-    (row,) = told["rows"]
+    data = json.loads(out)
+    assert (code, data["version"], data["device"]) == (0, 1, "h200")
+    (row,) = data["rows"]
     assert {"name", "params", "flops", "kv_bytes_per_token", "intensity", "bound", "terms"} <= set(row)
     assert row["params"] == costs.count_parameters(hw.design(preset="gqa", kv=4))
     assert sum(t["value"] for t in row["terms"] if t["breakdown"] == "prefill") == row["flops"]["prefill"]
@@ -170,12 +170,12 @@ def test_verify_lists_equal_values_and_fails_on_a_difference(capsys, monkeypatch
     assert code == 1
     assert "WRONG" in out
     code, out, _ = run(capsys, "gqa", "--verify", "--json")
-    told = json.loads(out)["verified"]["gqa"]
-    assert (code, [check["what"] for check in told if not check["holds"]]) == (1, ["constants"])
+    gqa = json.loads(out)["verified"]["gqa"]
+    assert (code, [check["what"] for check in gqa if not check["holds"]]) == (1, ["constants"])
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         ((), "name at least one spec"),
         (("--preset", "gqaa"), "there is no preset 'gqaa'"),
@@ -187,8 +187,8 @@ def test_verify_lists_equal_values_and_fails_on_a_difference(capsys, monkeypatch
         (("gqa", "--heads", "0"), "a whole number of at least 1"),
     ],
 )
-def test_invalid_arguments_give_one_line(capsys, argv, said):
+def test_invalid_arguments_give_one_line(capsys, argv, message):
     code, out, err = run(capsys, *argv)
     assert (code, out) == (2, "")
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) == 1

@@ -20,7 +20,7 @@ MHA = hw.design(model=D, heads=H, pattern="causal")
 LOAD = hw.Workload(batch=3)
 
 
-def told(one, other, load: hw.Workload = LOAD) -> dict[str, str]:
+def crossovers(one, other, load: hw.Workload = LOAD) -> dict[str, str]:
     """What is said of the second against the first, by quantity."""
     return {row.quantity: str(row) for row in hw.find_crossovers({"other": other, "one": one}, load).crossovers}
 
@@ -68,14 +68,14 @@ def test_limits_of_the_length():
 
 def test_a_cache_of_latents_is_smaller_at_any_length_and_a_state_from_some():
     latents = hw.design(preset="mla", model=2048, heads=16)  # 512 + 64 numbers of a token, not 2 * 2048
-    assert told(latents, hw.design(model=2048, heads=16, pattern="causal"))["cache_bytes"] == "always"
+    assert crossovers(latents, hw.design(model=2048, heads=16, pattern="causal"))["cache_bytes"] == "always"
     # 8 states of 64 * 64 + 64 numbers of 4 bytes; 2 * 512 numbers of 2 bytes for each token: equal at 65.
     assert 8 * (64 * 64 + 64) * 4 == 65 * 2 * 512 * 2
-    assert told(hw.design(preset="linear", model=D, heads=H), MHA)["cache_bytes"] == "from 66 on"
+    assert crossovers(hw.design(preset="linear", model=D, heads=H), MHA)["cache_bytes"] == "from 66 on"
 
 
 def test_sums_over_tokens_against_scores_by_hand():
-    found = told(hw.design(preset="linear", model=D, heads=H), MHA)
+    found = crossovers(hw.design(preset="linear", model=D, heads=H), MHA)
     # A step: 2 * 2k a head and key, against k (k + 1) for the state and 2k for the own token: 2 (2k + k (k + 1)) at
     # once. So t > (2k + k (k + 1)) / 2k = 33.5 for k = 64.
     assert found["step_flops"] == "from 34 on"
@@ -96,16 +96,16 @@ def sums(tokens: int, k: int, chunk: int) -> int:
 
 
 def test_a_window_gains_once_it_is_full():
-    found = told(hw.design(model=D, heads=H, pattern="window(100)"), MHA)
+    found = crossovers(hw.design(model=D, heads=H, pattern="window(100)"), MHA)
     assert {found[name] for name in ("prefill_flops", "step_flops", "cache_bytes")} == {"from 101 on"}
 
 
 def test_never_always_equal_and_incomparable():
     grouped = hw.design(model=D, heads=H, kv=2, pattern="causal")
-    assert set(told(grouped, MHA).values()) == {"always"}
-    assert set(told(MHA, grouped).values()) == {"never"}
-    assert set(told(MHA, hw.design(model=D, heads=H, pattern="causal()")).values()) == {"never: equal"}
-    ahead = told(hw.design(model=D, heads=H), MHA)
+    assert set(crossovers(grouped, MHA).values()) == {"always"}
+    assert set(crossovers(MHA, grouped).values()) == {"never"}
+    assert set(crossovers(MHA, hw.design(model=D, heads=H, pattern="causal()")).values()) == {"never: equal"}
+    ahead = crossovers(hw.design(model=D, heads=H), MHA)
     assert (ahead["prefill_flops"], ahead["step_flops"], ahead["cache_bytes"]) == ("never", "-", "-")
 
 
@@ -148,14 +148,14 @@ def test_spans_are_found_to_the_token(gaps, first):
         return first ^ (sum(change <= tokens for change in changes) % 2 == 1)
 
     ends = [1, *changes, None]
-    wanted = [(a, b and b - 1) for n, (a, b) in enumerate(pairwise(ends)) if first ^ (n % 2 == 1)]
-    assert [tuple(span) for span in find_ranges(holds, 2**62)] == wanted
+    expected = [(a, b and b - 1) for n, (a, b) in enumerate(pairwise(ends)) if first ^ (n % 2 == 1)]
+    assert [tuple(span) for span in find_ranges(holds, 2**62)] == expected
 
 
 def test_break_even_needs_two():
-    for alone, said in (({"one": MHA}, "one"), ({}, "nothing"), (MHA, "AttentionSpec")):
+    for alone, message in (({"one": MHA}, "one"), ({}, "nothing"), (MHA, "AttentionSpec")):
         with pytest.raises(
-            hw.SpecError, match=f"cannot find crossovers of {said}.*: it takes two specs; give two or more"
+            hw.SpecError, match=f"cannot find crossovers of {message}.*: it takes two specs; give two or more"
         ):
             hw.find_crossovers(alone)
 
@@ -175,7 +175,7 @@ SIZES = LayerSizes(tokens=37, model=20, heads=4, kernel=5, window=7)
 LAYERS = {layer.name: layer for layer in ComplexityTable.from_sizes(SIZES).layers}
 
 
-def seen(run) -> int:
+def counted_flops(run) -> int:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         run()
     return counter.get_total_flops()
@@ -185,7 +185,9 @@ def test_attention_is_counted_as_torch_counts_it():
     layer = LAYERS["self-attention"]
     n, d = SIZES.tokens, SIZES.model
     x = torch.randn(1, n, d)
-    assert layer.flops == seen(lambda: hw.Attention(attention_specs(SIZES)["self-attention"], backend="dense")(x))
+    assert layer.flops == counted_flops(
+        lambda: hw.Attention(attention_specs(SIZES)["self-attention"], backend="dense")(x)
+    )
     assert layer.flops == 8 * n * d**2 + 4 * n**2 * d
     assert layer.formula == "8 n d^2 + 4 n^2 d"
     pairs = sum(min(i + 1, 7) for i in range(n))
@@ -193,11 +195,11 @@ def test_attention_is_counted_as_torch_counts_it():
 
 
 @pytest.mark.parametrize(
-    ("name", "gates", "made"), [("recurrent", 1, nn.RNN), ("GRU", 3, nn.GRU), ("LSTM", 4, nn.LSTM)]
+    ("name", "gates", "value"), [("recurrent", 1, nn.RNN), ("GRU", 3, nn.GRU), ("LSTM", 4, nn.LSTM)]
 )
-def test_recurrences_are_products_of_the_token_and_of_the_state(name, gates, made):
+def test_recurrences_are_products_of_the_token_and_of_the_state(name, gates, value):
     n, d = SIZES.tokens, SIZES.model
-    net = made(d, d)
+    net = value(d, d)
     inner, outer = net.weight_ih_l0.detach(), net.weight_hh_l0.detach()
 
     def steps() -> None:
@@ -205,7 +207,7 @@ def test_recurrences_are_products_of_the_token_and_of_the_state(name, gates, mad
         for token in torch.randn(n, 1, d):
             state = (token @ inner.T + state @ outer.T)[:, :d]
 
-    assert LAYERS[name].flops == seen(steps) == 4 * gates * n * d * d
+    assert LAYERS[name].flops == counted_flops(steps) == 4 * gates * n * d * d
     assert LAYERS[name].parameters == sum(p.numel() for p in net.parameters())
     assert (LAYERS[name].serial, LAYERS[name].path) == (n, n)
 
@@ -215,9 +217,9 @@ def test_convolutions_are_counted_as_torch_counts_them():
     x = torch.randn(1, d, n + k - 1)
     wide, deep, across = nn.Conv1d(d, d, k), nn.Conv1d(d, d, k, groups=d), nn.Conv1d(d, d, 1)
     for name in ("convolution", "dilated convolution"):
-        assert LAYERS[name].flops == seen(lambda: wide(x))
+        assert LAYERS[name].flops == counted_flops(lambda: wide(x))
         assert LAYERS[name].parameters == sum(p.numel() for p in wide.parameters())
-    assert LAYERS["separable conv."].flops == seen(lambda: across(deep(x)))
+    assert LAYERS["separable conv."].flops == counted_flops(lambda: across(deep(x)))
     assert LAYERS["separable conv."].parameters == sum(p.numel() for p in (*deep.parameters(), *across.parameters()))
 
 
@@ -286,7 +288,7 @@ def test_the_table_fits_the_screen(tokens):
     assert max(map(len, str(ComplexityTable.from_sizes(LayerSizes(tokens, 4096, 32))).splitlines())) <= 80
 
 
-@pytest.mark.parametrize("said", [{"tokens": 0}, {"kernel": 1}, {"window": 1.5}, {"model": True}, {"heads": 3}])
-def test_sizes_that_cannot_be_meant_are_refused(said):
+@pytest.mark.parametrize("options", [{"tokens": 0}, {"kernel": 1}, {"window": 1.5}, {"model": True}, {"heads": 3}])
+def test_sizes_that_cannot_be_meant_are_refused(options):
     with pytest.raises(hw.SpecError, match=r"must be a whole number|does not divide"):
-        ComplexityTable.from_sizes(LayerSizes(**({"tokens": 5, "model": 8, "heads": 2} | said)))
+        ComplexityTable.from_sizes(LayerSizes(**({"tokens": 5, "model": 8, "heads": 2} | options)))

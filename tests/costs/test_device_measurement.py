@@ -29,7 +29,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def kept(home: Path) -> list[Path]:
+def list_files(home: Path) -> list[Path]:
     return sorted(path for path in home.rglob("*") if path.is_file())
 
 
@@ -41,7 +41,7 @@ def test_the_device_is_measured_once_and_stored(home: Path, monkeypatch: pytest.
     assert set(first.flops) == {"fp32", "bf16", "fp16"}
     assert min(*first.flops.values(), first.bandwidth) > 1e6
     assert 2**28 < first.memory < 2**50
-    (file,) = kept(home)
+    (file,) = list_files(home)
     assert file.parent == home / ".cache" / "headwise"
     monkeypatch.setattr(roofline, "measure_machine", lambda machine: pytest.fail("measured again"))
     assert Device.from_name("here") is first
@@ -67,7 +67,7 @@ def test_measurements_are_times(monkeypatch: pytest.MonkeyPatch):
 )
 def test_damaged_and_foreign_measurements_are_repeated(home: Path, words: str):
     Device.from_name("here")
-    (file,) = kept(home)
+    (file,) = list_files(home)
     sound = json.loads(file.read_text())
     harm = {"bandwidth": {"bandwidth": 0.0}, "nan": {"memory": float("nan")}, "machine": {"machine": "another"}}
     harm |= {"dtype": {"flops": {"fp32": 1.0}}}
@@ -79,7 +79,7 @@ def test_damaged_and_foreign_measurements_are_repeated(home: Path, words: str):
 
 def test_measure_repeats_the_measurement(home: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     Device.from_name("here")
-    (file,) = kept(home)
+    (file,) = list_files(home)
     old = json.loads(file.read_text())
     assert cli.main(["cost", "gqa", "--device", "here", "--measure"]) == 0
     assert "this machine (" in capsys.readouterr().out
@@ -105,11 +105,11 @@ def test_without_a_home_folder_the_device_is_measured_and_reported(
 
 def test_importing_does_not_measure(home: Path):
     code = "import headwise.costs.roofline as roofline; print(bool(roofline._MEASURED_DEVICES))"
-    told = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
     )
-    assert told.stdout.strip() == "False"
-    assert kept(home) == []
+    assert completed.stdout.strip() == "False"
+    assert list_files(home) == []
 
 
 def test_boxes_are_measured_here(capsys, monkeypatch: pytest.MonkeyPatch):
@@ -125,25 +125,25 @@ def test_boxes_are_measured_here(capsys, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_too_large_cores_are_not_measured(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(serving_cost, "time_products", lambda *said: pytest.fail("measured"))
-    monkeypatch.setattr(serving_cost, "time_core", lambda *said: pytest.fail("measured"))
+    monkeypatch.setattr(serving_cost, "time_products", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr(serving_cost, "time_core", lambda *args: pytest.fail("measured"))
     boxed = serving_cost.DecodeLayer(hw.design(preset="gqa", model=2**15, heads=8), Device.from_name("h200"), 2**22)
     assert [boxed.with_measured_seconds(box).measured for box in boxed.components(64)] == [None] * 3
 
 
 def test_the_core_that_is_timed_has_the_sizes_of_the_spec(monkeypatch: pytest.MonkeyPatch):
-    seen: list[tuple[int, ...]] = []
+    recorded: list[tuple[int, ...]] = []
     multiply = torch.bmm
     monkeypatch.setattr(serving_cost, "TIMING_SECONDS", 0)
-    monkeypatch.setattr(torch, "bmm", lambda a, b: (seen.append((*a.shape, b.shape[-1])), multiply(a, b))[1])
+    monkeypatch.setattr(torch, "bmm", lambda a, b: (recorded.append((*a.shape, b.shape[-1])), multiply(a, b))[1])
     for preset, expected in {
         "gqa": [(6, 4, 64, 30), (6, 4, 30, 64)],  # 3 rows of 2 key heads, which 4 heads share
         "mla": [(3, 16, 576, 30), (3, 16, 30, 512)],  # one latent, which 16 heads share
         "diff": [(48, 1, 32, 30), (24, 2, 30, 64)],  # 16 key heads, whose pairs share a value
     }.items():
-        seen.clear()
+        recorded.clear()
         spec = hw.design(preset=preset)
         boxed = serving_cost.DecodeLayer(spec, Device.from_name("h200"), 30, serving_cost.NumberFormats("fp32"))
         assert boxed.with_measured_seconds(boxed.components(3)[1]).measured is not None
-        assert seen[:2] == expected
-        assert sum(2 * b * m * k * n for b, m, k, n in seen[:2]) == boxed.components(3)[1].flops
+        assert recorded[:2] == expected
+        assert sum(2 * b * m * k * n for b, m, k, n in recorded[:2]) == boxed.components(3)[1].flops

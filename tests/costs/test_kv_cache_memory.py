@@ -20,20 +20,20 @@ from headwise.families import read_model_spec
 from support import layer_cases as cases
 from support.model_configs import LLAMA3, gemma_3_1b
 
-KEPT = {
+CACHED_SPECS = {
     name: spec
     for name, spec in (cases.EXAMPLES | {name: hw.design(preset=name) for name in hw.PRESETS}).items()
     if spec.pattern.tokens_before_decode is not None and spec.source is None
 }
-KEPT["sinks"] = cases.base(kv=2, pattern="window(5) | first(3)")
+CACHED_SPECS["sinks"] = cases.base(kv=2, pattern="window(5) | first(3)")
 V3 = {"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128}
 V3 |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 1536}
 
 
 @pytest.mark.parametrize("allocator", ["ideal", "ring"])
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", CACHED_SPECS)
 def test_our_own_caches_hold_as_many_bytes(name: str, allocator: str):
-    spec = KEPT[name]
+    spec = CACHED_SPECS[name]
     for length in (1, 4, 41, 600):
         cache = hw.KVCache.for_spec(spec, batch=3, capacity=length)
         assert kv_cache_bytes(spec, RequestBatch.uniform(3, length), allocator, "fp32") == cache.nbytes
@@ -43,8 +43,8 @@ def test_our_own_caches_hold_as_many_bytes(name: str, allocator: str):
 
 def test_a_model_caches_the_bytes_of_its_layers():
     model = read_model_spec(LLAMA3 | {"num_hidden_layers": 3, "model_type": "mistral", "sliding_window": 11})
-    held = sum(hw.KVCache.for_spec(spec, batch=2, capacity=17).nbytes for _, spec in model.attention_specs())
-    assert kv_cache_bytes(model, RequestBatch.uniform(2, 17), "ring", "fp32") == held == 3 * 2 * 11 * 8 * 2 * 128 * 4
+    stored = sum(hw.KVCache.for_spec(spec, batch=2, capacity=17).nbytes for _, spec in model.attention_specs())
+    assert kv_cache_bytes(model, RequestBatch.uniform(2, 17), "ring", "fp32") == stored == 3 * 2 * 11 * 8 * 2 * 128 * 4
 
 
 # --- published -----------------------------------------------------------------------------------------
@@ -100,8 +100,8 @@ def test_cross_attention_caches_its_source_once():
 
 def live(memory: tuple[int, int | None], length: int) -> set[int]:
     """Tokens that a query after so many may still read, its own slot being one of the window's."""
-    first, kept = memory
-    return {j for j in range(length) if kept is None or j < first or j >= length - kept}
+    first, values = memory
+    return {j for j in range(length) if values is None or j < first or j >= length - values}
 
 
 FORGETS = st.tuples(st.integers(0, 9), st.integers(1, 12))  # a token reads itself
@@ -116,22 +116,22 @@ def test_pages_are_those_that_hold_something(memory, page, length):
 
 
 @given(MEMORIES, st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(0, 30))
-def test_a_common_beginning_is_kept_once(memory, lengths, shared):
+def test_a_shared_prefix_is_stored_once(memory, lengths, shared):
     shared = min(shared, *lengths)
-    held = {(j,) if j < shared else (row, j) for row, length in enumerate(lengths) for j in live(memory, length)}
+    tensors = {(j,) if j < shared else (row, j) for row, length in enumerate(lengths) for j in live(memory, length)}
     spec = cases.base(pattern=_pattern(memory))
     (term,) = list_cache_terms(
         group_attentions(spec), RequestBatch.from_lengths(lengths, shared), CacheAllocator(), NumberFormats()
     )
-    assert term.value == len(held) * 2 * 6 * 4 * 2
+    assert term.value == len(tensors) * 2 * 6 * 4 * 2
 
 
 def _pattern(memory: tuple[int, int | None]) -> hw.Pattern:
     """A pattern that remembers just this."""
-    first, kept = memory
-    if kept is None:
+    first, values = memory
+    if values is None:
         return hw.Causal()
-    return hw.Window(kept) | hw.First(first) if first else hw.Window(kept)
+    return hw.Window(values) | hw.First(first) if first else hw.Window(values)
 
 
 def test_only_whole_pages_of_a_beginning_are_shared():
@@ -143,9 +143,9 @@ def test_only_whole_pages_of_a_beginning_are_shared():
         kv_cache_bytes(spec, RequestBatch.uniform(3, 10, shared=7), "ring")
 
 
-@given(st.sampled_from(sorted(KEPT)), st.integers(1, 300), st.integers(1, 5))
+@given(st.sampled_from(sorted(CACHED_SPECS)), st.integers(1, 300), st.integers(1, 5))
 def test_pages_of_one_token_waste_nothing(name, length, batch):
-    spec = KEPT[name]
+    spec = CACHED_SPECS[name]
     for allocator in ("ideal", "ring", "paged(7)", "unified", "unified(7)"):
         here, longer, more = (
             kv_cache_bytes(spec, rows, allocator)
@@ -166,7 +166,7 @@ def test_pages_of_one_token_waste_nothing(name, length, batch):
 
 
 def test_invalid_allocators_are_refused():
-    for text, said in {
+    for text, message in {
         "page": "did you mean 'paged'",
         "paged": "needs a page size in tokens",
         "paged(-1)": "must be at least 1, got paged(-1)",
@@ -174,9 +174,9 @@ def test_invalid_allocators_are_refused():
         "paged(x)": "write ideal, ring, paged(16) or unified",
         "": "write ideal",
     }.items():
-        with pytest.raises(hw.SpecError) as told:
+        with pytest.raises(hw.SpecError) as excinfo:
             CacheAllocator.from_text(text)
-        assert said in str(told.value)
+        assert message in str(excinfo.value)
 
 
 def test_models_without_decoding_are_refused():

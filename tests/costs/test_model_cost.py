@@ -132,8 +132,8 @@ def models(draw: st.DrawFn) -> ModelSpec:
         attention = strategies.patterns(forward=forward).map(lambda p: strategies.base(pattern=p))
         cross = strategies.base(source=10) if crosses == "cross" else None
         each = st.builds(BlockSpec, st.none() | attention, st.just(cross), feeds, st.just(NormSpec("rms")))
-        seen = EmbeddingSpec(patches=PatchSpec(2, 3, 2, 2), first=1, positions=PositionSpec("learned", 7))
-        table = seen if kind == "vision" else EmbeddingSpec(tokens=11, table="")
+        embedding_spec = EmbeddingSpec(patches=PatchSpec(2, 3, 2, 2), first=1, positions=PositionSpec("learned", 7))
+        table = embedding_spec if kind == "vision" else EmbeddingSpec(tokens=11, table="")
         return StackSpec.from_blocks(name, 10, draw(st.lists(each, max_size=3)), embedding=table)
 
     stacks = [stack("encoder", "none", False)] if kind == "encoder-decoder" else []
@@ -223,12 +223,12 @@ def test_a_fused_core_forms_its_scores_once_more():
 def test_gradients_are_spent_as_torch_spends_them():
     """Its counter has no entry for the CPU's flash attention: it is given the one for other devices."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    made = {kernel: lambda q, k, v, *_, out_shape=None, **__: flop_counter.sdpa_flop_count(q, k, v)}
+    fields = {kernel: lambda q, k, v, *_, out_shape=None, **__: flop_counter.sdpa_flop_count(q, k, v)}
     back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    made |= {back: lambda g, q, k, v, *_, out_shape=None, **__: flop_counter.sdpa_backward_flop_count(g, q, k, v)}
+    fields |= {back: lambda g, q, k, v, *_, out_shape=None, **__: flop_counter.sdpa_backward_flop_count(g, q, k, v)}
     spec = hw.design(model=12, heads=3, kv=1, pattern="causal()")
     x = torch.randn(2, 64, 12, requires_grad=True)
-    with flop_counter.FlopCounterMode(display=False, custom_mapping=made) as counter:
+    with flop_counter.FlopCounterMode(display=False, custom_mapping=fields) as counter:
         y = hw.Attention(spec)(x)
         ahead = counter.get_total_flops()
         y.sum().backward()
@@ -239,17 +239,19 @@ def test_gradients_are_spent_as_torch_spends_them():
 
 @given(strategies.patterns(), st.integers(0, 300), st.integers(1, 1500), st.integers(1, 1700))
 def test_blocks_are_summed_as_they_are(pattern, first, queries, keys):
-    asks, told = range(first, first + queries), range(keys)
-    assert sum_block_pairs(pattern, asks, told) == sum(block.num_pairs for block in split_queries(pattern, asks, told))
+    result, actual = range(first, first + queries), range(keys)
+    assert sum_block_pairs(pattern, result, actual) == sum(
+        block.num_pairs for block in split_queries(pattern, result, actual)
+    )
 
 
-@pytest.mark.parametrize("said", ["window(300) | first(4)", "window(700, after=200)", "window(200) | prefix(500)",
+@pytest.mark.parametrize("value", ["window(300) | first(4)", "window(700, after=200)", "window(200) | prefix(500)",
                                   "dilated(10, 90)", "window(50) & causal()", "causal() | prefix(400)"])  # fmt: skip
-def test_many_blocks_are_summed_as_a_few(said):
-    pattern = hw.masking.patterns.parse_pattern(said)
-    for asks, told in (((0, 5000), 5000), ((100, 7000), 7000), ((0, 3000), 100), ((0, 3000), 9000)):
-        every = split_queries(pattern, range(*asks), range(told))
-        assert sum_block_pairs(pattern, range(*asks), range(told)) == sum(block.num_pairs for block in every)
+def test_many_blocks_are_summed_as_a_few(value):
+    pattern = hw.masking.patterns.parse_pattern(value)
+    for args, item in (((0, 5000), 5000), ((100, 7000), 7000), ((0, 3000), 100), ((0, 3000), 9000)):
+        every = split_queries(pattern, range(*args), range(item))
+        assert sum_block_pairs(pattern, range(*args), range(item)) == sum(block.num_pairs for block in every)
 
 
 def test_numbers_beyond_machine_words_stay_exact():
@@ -271,14 +273,16 @@ def test_layers_that_are_equal_are_one_term():
     assert scores.formula == "32 · 2 b pairs[causal()] q dim"
     assert scores.value == 32 * 2 * (512 * 513 // 2) * 32 * 128
     local = [t for t in priced({"model_type": "gemma2"}).prefill_flops.terms if t.name.endswith("core (scores)")]
-    assert [t.formula for t in local] == [f"13 · 2 b pairs[{said}] q dim" for said in ("window(4096)", "causal()")]
+    assert [t.formula for t in local] == [
+        f"13 · 2 b pairs[{options}] q dim" for options in ("window(4096)", "causal()")
+    ]
 
 
 def test_terms_have_formulas():
-    told = costs.flops.CostBreakdown.from_repeated_items(
+    result = costs.flops.CostBreakdown.from_repeated_items(
         [("a", SymbolicInt.of(3, "x") + 1, 1), ("a", SymbolicInt.of(3, "x") + 1, 1)]
     )
-    assert told.terms[0].formula == "2 · (x + 1)"
+    assert result.terms[0].formula == "2 · (x + 1)"
     shared = [term for term in parameter_terms(families.read_model_spec(T5)).terms if "table" in term.name]
     assert [term.formula for term in shared] == ["bucket column"] * 2
 
@@ -324,22 +328,22 @@ def published(name: str, config: dict[str, Any], **load: Any) -> dict[str, tuple
 
 
 def test_the_articles_examples():
-    told = published("zhihu-624740065", GPT3, context=2048)
-    assert told["l (34 b s h + 5 b s^2 a)"][0] == 275_414_777_856
-    assert told["l (24 b s h^2 + 4 b s^2 h) + 2 b s h V"][0] == told["l (24 b s h^2 + 4 b s^2 h) + 2 b s h V"][1]
-    ours = told["l (12 h^2 + 13 h) + V h"][1]
-    assert ours == told["l (12 h^2 + 13 h) + V h"][0] + 2048 * 12288 + 2 * 12288  # positions and the last norm
+    result = published("zhihu-624740065", GPT3, context=2048)
+    assert result["l (34 b s h + 5 b s^2 a)"][0] == 275_414_777_856
+    assert result["l (24 b s h^2 + 4 b s^2 h) + 2 b s h V"][0] == result["l (24 b s h^2 + 4 b s^2 h) + 2 b s h V"][1]
+    ours = result["l (12 h^2 + 13 h) + V h"][1]
+    assert ours == result["l (12 h^2 + 13 h) + V h"][0] + 2048 * 12288 + 2 * 12288  # positions and the last norm
     theirs, ours = published("zhihu-624740065", GPT3, context=512, batch=64, generate=32)["4 b l h (s + n)"]
     assert (theirs, theirs - ours) == (164_282_499_072, 4 * 64 * 96 * 12288)
 
 
 def test_the_papers_table():
-    told = published("paper-2022", GPT3, context=2048)
+    result = published("paper-2022", GPT3, context=2048)
     whole = 275_414_777_856
     sbhl = 2048 * 12288 * 96
-    found = [theirs for formula, (theirs, _) in told.items() if formula.split(" ")[0] != "72"]
+    found = [theirs for formula, (theirs, _) in result.items() if formula.split(" ")[0] != "72"]
     assert found == [whole, 10 * sbhl + (whole - 10 * sbhl) // 8, whole // 8, 13 * sbhl, 34 * sbhl // 8, 2 * sbhl]
-    theirs, ours = told["72 b l s h^2 (1 + s / 6 h + V / 12 h l)"]
+    theirs, ours = result["72 b l s h^2 (1 + s / 6 h + V / 12 h l)"]
     assert theirs == ours == 72 * sbhl * 12288 + 12 * 96 * 2048**2 * 12288 + 6 * 2048 * 12288 * 50257
 
 
@@ -417,14 +421,14 @@ def test_all_stand_in_one_table(capsys, folder):
 
 
 def test_published_formulas_are_printed_with_their_difference(capsys, folder):
-    said = [word for name in FORMULA_SOURCES for word in ("--published", name)]
-    code, out, _ = run(capsys, folder / "gpt2", *said)
+    values = [word for name in FORMULA_SOURCES for word in ("--published", name)]
+    code, out, _ = run(capsys, folder / "gpt2", *values)
     assert code == 0
     assert "published 291,648,307,200, headwise 291,648,307,200: equal" in out
     assert max(map(len, out.splitlines())) <= 80
-    told = json.loads(run(capsys, folder / "gpt2", *said, "--optimiser", "muon", "--json")[1])
-    assert {row["source"] for row in told["published"]} == set(FORMULA_SOURCES)
-    assert told["training_state"]["rows"][0]["in_all"] == 12 * 124_439_808
+    data = json.loads(run(capsys, folder / "gpt2", *values, "--optimiser", "muon", "--json")[1])
+    assert {row["source"] for row in data["published"]} == set(FORMULA_SOURCES)
+    assert data["training_state"]["rows"][0]["in_all"] == 12 * 124_439_808
 
 
 def test_a_layer_of_a_model(capsys, folder):
@@ -435,10 +439,10 @@ def test_a_layer_of_a_model(capsys, folder):
 
 
 def test_the_context_is_limited_by_positions(capsys, folder):
-    told = lambda *argv: json.loads(run(capsys, *argv, "--json")[1])["workload"]["context"]  # noqa: E731 - three words
-    assert told(folder / "gpt2", folder / "vit", "gqa") == 1024
-    assert told(folder / "gpt2", "--generate", 25) == 1000
-    assert told(folder / "llama", folder / "vit") == 2048
+    data = lambda *argv: json.loads(run(capsys, *argv, "--json")[1])["workload"]["context"]  # noqa: E731 - three words
+    assert data(folder / "gpt2", folder / "vit", "gqa") == 1024
+    assert data(folder / "gpt2", "--generate", 25) == 1000
+    assert data(folder / "llama", folder / "vit") == 2048
 
 
 def test_a_model_is_changed_by_its_description(capsys, folder):
@@ -462,16 +466,16 @@ BAD: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_configs_are_refused_in_one_line(capsys, tmp_path, name):
-    config, said = BAD[name]
+    config, message = BAD[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     code, out, err = run(capsys, tmp_path / "config.json")
     assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert said in err
+    assert message in err
     assert "config.json" in err
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (("mohsa", "--overlap", "l"), "no option --overlap, but mohsa has project.overlap: Overlapping(overlap='l')"),
         (("moh", "--active", "3"), "no option --active, but moh has modifiers.1.active; write --set modifiers.1."),
@@ -500,16 +504,16 @@ def test_bad_configs_are_refused_in_one_line(capsys, tmp_path, name):
         (("FOLDER",), "holds neither headwise.toml nor config.json"),
     ],
 )  # fmt: skip
-def test_invalid_arguments_give_one_line(capsys, folder, argv, said):
+def test_invalid_arguments_give_one_line(capsys, folder, argv, message):
     code, out, err = run(capsys, *(str(word).replace("FOLDER", str(folder)) for word in argv))
     assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert said in err
+    assert message in err
 
 
 def test_a_backend_that_keeps_scores_forms_none_again():
     job = backends.CallSignature(hw.design(model=6, heads=2), hw.design(model=6, heads=2).core)
-    told = {
+    values = {
         name: backends.recomputed_flops(one, job, hw.CallSize(1, 200, 200, 200), 100)
         for name, one in backends.BACKENDS.items()
     }
-    assert told == dict.fromkeys(backends.BACKENDS, 50) | {"linear": 0, "dense": 0, "bf16_matmul": 0}
+    assert values == dict.fromkeys(backends.BACKENDS, 50) | {"linear": 0, "dense": 0, "bf16_matmul": 0}

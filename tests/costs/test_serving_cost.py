@@ -72,9 +72,9 @@ def test_a_beginning_that_rows_share_is_read_once():
     each, brought = 4096, 2 * 2 * 4096
     for allocator, once in ((CacheAllocator(), 1000), (CacheAllocator("paged", 16), 992), (CacheAllocator("ring"), 0)):
         together = ServingCost(LLAMA, H200, allocator=allocator).decode_step(rows)
-        apart = ServingCost(LLAMA, H200, allocator=allocator).decode_step(replace(rows, shared_prefix=0))
-        assert [one.flops for one in together.core_operations] == [one.flops for one in apart.core_operations]
-        assert [one.moved for one in apart.core_operations] == [32 * (29000 * each + 4 * brought)]
+        separate = ServingCost(LLAMA, H200, allocator=allocator).decode_step(replace(rows, shared_prefix=0))
+        assert [one.flops for one in together.core_operations] == [one.flops for one in separate.core_operations]
+        assert [one.moved for one in separate.core_operations] == [32 * (29000 * each + 4 * brought)]
         assert [one.moved for one in together.core_operations] == [32 * ((29000 - 3 * once) * each + 4 * brought)]
     assert (
         ServingCost(LLAMA, H200).mixed_step(rows, 4, past=9).core_operations[0]
@@ -86,9 +86,9 @@ def test_windows_read_only_their_reach_of_a_shared_prefix():
     spec = hw.design(model=64, heads=1, pattern="window(20) | first(3)")
     rows = RequestBatch(((25, 2), (40, 1)), shared_prefix=10)
     (core,) = ServingCost(spec, H200).decode_step(rows).core_operations
-    held = 256  # bytes of a token: two of 64 numbers
+    stored = 256  # bytes of a token: two of 64 numbers
     # Rows of 25 reach tokens 0 to 2 and 5 to 24, of which 8 are shared; the one of 40 reaches 0 to 2 of these.
-    assert core.moved == held * (2 * 23 + 23 - (2 * 8 + 3) + 8) + 3 * 2 * 2 * 64
+    assert core.moved == stored * (2 * 23 + 23 - (2 * 8 + 3) + 8) + 3 * 2 * 2 * 64
     (state,) = ServingCost(hw.design(preset="linear", model=64, heads=1), H200).decode_step(rows).core_operations
     assert (
         state
@@ -137,26 +137,26 @@ PRICED |= {"bart": read_model_spec({"model_type": "bart"}), "gpt2": read_model_s
 def test_a_step_has_the_estimated_cost(name: str):
     """Counted by other code, from other declarations: products by bills, and bytes by roles of weights."""
     described = PRICED[name]
-    told = estimate_cost(described, hw.Workload(batch=3, context=500, source=70))
+    cost = estimate_cost(described, hw.Workload(batch=3, context=500, source=70))
     step = ServingCost(described, H200, source_tokens=70).decode_step(RequestBatch.uniform(3, 500))
-    assert told.decode_flops is not None
-    assert sum(one.flops for one in step.operations) == told.decode_flops.total
-    weights = [one for one in told.operations["decode"] if one.name.split()[-1] not in ("core", "embedding")]
+    assert cost.decode_flops is not None
+    assert sum(one.flops for one in step.operations) == cost.decode_flops.total
+    weights = [one for one in cost.operations["decode"] if one.name.split()[-1] not in ("core", "embedding")]
     assert sum(one.moved for one in step.weight_operations) == sum(one.moved for one in weights)
     assert sum(one.seconds for one in step.weight_operations) == pytest.approx(sum(one.seconds for one in weights))
     demand = MemoryDemand(ServingCost(described, H200, source_tokens=70), RequestBatch.uniform(3, 500, source=70))
-    assert sum(term.value for term in demand.cache_terms) == told.cache_bytes
-    assert demand.serving.weights.bytes == told.weights_bytes
+    assert sum(term.value for term in demand.cache_terms) == cost.cache_bytes
+    assert demand.serving.weights.bytes == cost.weights_bytes
 
 
 @pytest.mark.parametrize("name", hw.PRESETS)
 def test_parts_are_the_whole(name: str):
     spec = hw.design(preset=name)
     for call in (RequestChunk(1, 30), RequestChunk(5, 30), RequestChunk(5)):
-        told = chunk_cost(AttentionGroup("attention", spec), call, NumberFormats())
-        assert sum(flops_by_part(spec, call).values()) == told.weight_flops
-        assert told.core_flops > 0
-        assert told.bytes_moved > 0
+        cost = chunk_cost(AttentionGroup("attention", spec), call, NumberFormats())
+        assert sum(flops_by_part(spec, call).values()) == cost.weight_flops
+        assert cost.core_flops > 0
+        assert cost.bytes_moved > 0
 
 
 def test_experts_are_read_once_and_computed_for_every_token():
@@ -275,8 +275,8 @@ def test_one_vector_and_a_matrix_of_4096(dtype: str, weights: str, each: float):
 def test_a_box_turns_at_the_first_such_number_of_rows():
     boxed = DecodeLayer(GQA, SMALL, 20)
     for n, name in enumerate(("projections", "core", "output")):
-        seen = [boxed.components(rows)[n].bound == "compute" for rows in range(1, 200)]
-        assert boxed.compute_bound_rows(name) == (seen.index(True) + 1 if True in seen else None)
+        visible = [boxed.components(rows)[n].bound == "compute" for rows in range(1, 200)]
+        assert boxed.compute_bound_rows(name) == (visible.index(True) + 1 if True in visible else None)
     assert boxed.compute_bound_rows("core") is None
 
 
@@ -330,17 +330,17 @@ def test_the_longest_context_fits_and_one_token_more_does_not(allocator, batch, 
 
 def test_training_by_hand():
     demand = MemoryDemand(ServingCost(LLAMA, H200), RequestBatch.uniform(2, 100), training_bytes_per_parameter=18)
-    told = {term.name: term.value for term in demand.terms}
-    assert told["weights, gradients, optimiser"] == 18 * 8_030_261_248
-    assert told["saved inputs of layers"] == 32 * 200 * 4096 * 2
-    assert told["inside head"] == 200 * (4096 + 128256) * 2
-    assert "cache" not in told
-    assert replace(demand, num_devices=2).bytes_per_device == 9 * 8_030_261_248 + sum([*told.values()][1:]) // 2
+    values = {term.name: term.value for term in demand.terms}
+    assert values["weights, gradients, optimiser"] == 18 * 8_030_261_248
+    assert values["saved inputs of layers"] == 32 * 200 * 4096 * 2
+    assert values["inside head"] == 200 * (4096 + 128256) * 2
+    assert "cache" not in values
+    assert replace(demand, num_devices=2).bytes_per_device == 9 * 8_030_261_248 + sum([*values.values()][1:]) // 2
 
 
 # --- the verdict ---------------------------------------------------------------------------------------
 
-ASKED = {
+DEMANDS = {
     "llama": MemoryDemand(ServingCost(LLAMA, Device.from_name("rtx4090")), RequestBatch.uniform(4, 32768)),
     "unified": MemoryDemand(
         ServingCost(gemma_3_1b(), replace(H200, memory=2.4e9), allocator=CacheAllocator("unified", 16)),
@@ -358,18 +358,18 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", DEMANDS)
 def test_every_remedy_is_enough_and_the_least(name: str):
-    demand = ASKED[name]
-    told = check_memory_fit(demand)
-    assert not told.fits
-    assert told.remedies
+    demand = DEMANDS[name]
+    memory_fit = check_memory_fit(demand)
+    assert not memory_fit.fits
+    assert memory_fit.remedies
     memory = demand.serving.device.memory
-    for remedy in told.remedies:
+    for remedy in memory_fit.remedies:
         again = replace(remedy.demand, serving=replace(remedy.demand.serving))
         assert again.bytes_per_device <= memory < demand.bytes_per_device, remedy.name
-    by_name = {remedy.name: remedy.demand for remedy in told.remedies}
-    assert [str(remedy.name) in str(told) for remedy in told.remedies] == [True] * len(told.remedies)
+    by_name = {remedy.name: remedy.demand for remedy in memory_fit.remedies}
+    assert [str(remedy.name) in str(memory_fit) for remedy in memory_fit.remedies] == [True] * len(memory_fit.remedies)
     for words, other in by_name.items():
         if words.endswith("weights and cache") and other.num_devices > 1:
             assert not replace(other, num_devices=other.num_devices - 1).fits
@@ -378,36 +378,36 @@ def test_every_remedy_is_enough_and_the_least(name: str):
 def test_the_remedies_of_llama_by_hand():
     """Of 24 GB weights and a step leave 7,788,261,376 bytes; four rows share them."""
     left = 24 * 10**9 - 16_060_522_496 - 2051 * (2 * 4096 + 2 * 14336) * 2
-    told = {remedy.name for remedy in check_memory_fit(ASKED["llama"]).remedies}
+    values = {remedy.name for remedy in check_memory_fit(DEMANDS["llama"]).remedies}
     tokens = left // (4 * 131_072)
-    assert f"a context of {tokens:,} tokens" in told
-    assert f"window({tokens}) in layers with full attention" in told
-    assert "1 row" in told
+    assert f"a context of {tokens:,} tokens" in values
+    assert f"window({tokens}) in layers with full attention" in values
+    assert "1 row" in values
     fewer = kv_cache_bytes(read_model_spec(LLAMA3 | {"num_key_value_heads": 2}), RequestBatch.uniform(4, 32768))
     saved = 2 * 32 * 2 * 4096 * (8 - 2) * 128
-    assert ("kv=2 in every layer" in told) == (fewer <= left + saved)
-    assert "kv=4 in every layer" not in told
-    assert not any(name.startswith("int8 cache") for name in told)
+    assert ("kv=2 in every layer" in values) == (fewer <= left + saved)
+    assert "kv=4 in every layer" not in values
+    assert not any(name.startswith("int8 cache") for name in values)
 
 
 def test_remedies_cost_what_their_configs_cost():
     """Fewer key-value heads and a window, priced once more as models of their own."""
-    demand = replace(ASKED["llama"], requests=RequestBatch.uniform(4, 16384))
-    told = {remedy.name: remedy.demand for remedy in check_memory_fit(demand).remedies}
+    demand = replace(DEMANDS["llama"], requests=RequestBatch.uniform(4, 16384))
+    values = {remedy.name: remedy.demand for remedy in check_memory_fit(demand).remedies}
     fewer, keys = read_model_spec(LLAMA3 | {"num_key_value_heads": 4}), 14854
     assert (
-        told["kv=4 in every layer"].bytes_per_device
+        values["kv=4 in every layer"].bytes_per_device
         == replace(demand, serving=replace(demand.serving, spec_or_model=fewer)).bytes_per_device
     )
     local = read_model_spec(LLAMA3 | {"model_type": "mistral", "sliding_window": keys})
-    narrow = told[f"window({keys}) in layers with full attention"]
+    narrow = values[f"window({keys}) in layers with full attention"]
     assert (
         narrow.bytes_per_device
         == replace(demand, serving=replace(demand.serving, spec_or_model=local)).bytes_per_device
     )
     wider = read_model_spec(LLAMA3 | {"model_type": "mistral", "sliding_window": keys + 1})
     assert not replace(demand, serving=replace(demand.serving, spec_or_model=wider)).fits
-    assert told["2 devices that divide weights and cache"].bytes_per_device < 24 * 10**9 < demand.bytes_per_device
+    assert values["2 devices that divide weights and cache"].bytes_per_device < 24 * 10**9 < demand.bytes_per_device
 
 
 def test_a_window_remedy_leaves_narrower_windows():
@@ -417,16 +417,16 @@ def test_a_window_remedy_leaves_narrower_windows():
         for remedy in check_memory_fit(MemoryDemand(serving, RequestBatch.uniform(1, 32768))).remedies
         if "window" in remedy.name
     ]
-    kept = [each.spec.pattern.retention.last for each in found.demand.serving.attentions]
-    assert len(kept) == 2
-    assert kept[0] == 512 < kept[1] < 32768
+    keep = [each.spec.pattern.retention.last for each in found.demand.serving.attentions]
+    assert len(keep) == 2
+    assert keep[0] == 512 < keep[1] < 32768
 
 
 def test_insufficient_remedies_are_not_listed():
     """On 9 GB not even the weights fit: no length, window or number of rows is enough."""
-    small = replace(ASKED["llama"].serving, device=replace(H200, memory=9e9))
-    told = check_memory_fit(replace(ASKED["llama"], serving=small))
-    assert [remedy.name for remedy in told.remedies] == ["4 devices that divide weights and cache"]
+    small = replace(DEMANDS["llama"].serving, device=replace(H200, memory=9e9))
+    memory_fit = check_memory_fit(replace(DEMANDS["llama"], serving=small))
+    assert [remedy.name for remedy in memory_fit.remedies] == ["4 devices that divide weights and cache"]
     nothing = check_memory_fit(MemoryDemand(ServingCost(GQA, replace(SMALL, memory=10.0))))
     assert (nothing.fits, nothing.remedies) == (False, ())
     assert "no single change is enough" in str(nothing)
@@ -437,9 +437,9 @@ def test_insufficient_remedies_are_not_listed():
 
 def test_lengths_are_given_or_sampled_by_seed():
     assert parse_lengths("100,2000", 1) == [100, 2000]
-    drawn = parse_lengths("uniform(10, 20)", 1000, seed=3)
-    assert drawn == parse_lengths("uniform(10, 20)", 1000, seed=3) != parse_lengths("uniform(10, 20)", 1000, seed=4)
-    assert (min(drawn), max(drawn), len(drawn)) == (10, 20, 1000)
+    lengths = parse_lengths("uniform(10, 20)", 1000, seed=3)
+    assert lengths == parse_lengths("uniform(10, 20)", 1000, seed=3) != parse_lengths("uniform(10, 20)", 1000, seed=4)
+    assert (min(lengths), max(lengths), len(lengths)) == (10, 20, 1000)
     mean = sum(parse_lengths("exponential(500)", 5000, seed=1)) / 5000
     assert mean == pytest.approx(500, rel=0.05)
 
@@ -466,22 +466,22 @@ def test_the_page_of_serving(capsys):
     assert max(map(len, out.splitlines())) <= 80
     assert "int8 cache (paged(16))" in out
     code, out, _ = run(capsys, "gqa", *SIZES, "--serve", "--json", "--lengths", "300,4000", "--prompt", "70")
-    (told,) = json.loads(out)["serving"]
-    assert told["rows"] == [[300, 1], [4000, 1]]
-    assert told["cache_bytes"] == 4300 * 131_072
-    assert told["tokens_per_second"] == pytest.approx(2 / told["token_seconds"])
-    assert [rate["rows"] for rate in told["curve"][:3]] == [1, 2, 4]
-    assert told["curve"][-1]["rows"] == told["most_rows"]
-    (core,) = [one for one in told["steps"]["mixed"] if one["name"] == "core, prefill"]
+    (result,) = json.loads(out)["serving"]
+    assert result["rows"] == [[300, 1], [4000, 1]]
+    assert result["cache_bytes"] == 4300 * 131_072
+    assert result["tokens_per_second"] == pytest.approx(2 / result["token_seconds"])
+    assert [rate["rows"] for rate in result["curve"][:3]] == [1, 2, 4]
+    assert result["curve"][-1]["rows"] == result["most_rows"]
+    (core,) = [one for one in result["steps"]["mixed"] if one["name"] == "core, prefill"]
     assert core["flops"] == 32 * 4 * 4096 * 70 * 71 // 2
 
 
 def test_the_page_of_a_model_fits_a_terminal():
-    told = ThroughputReport(
+    throughput_report = ThroughputReport(
         "gemma", MemoryDemand(ServingCost(gemma_3_1b(), H200), RequestBatch.uniform(64, 8192)), prompt=5000
     )
-    assert max(map(len, str(told).splitlines())) <= 80
-    assert "22 x core, window(512), decode" in str(told).replace("\n", " ").replace("  ", " ")
+    assert max(map(len, str(throughput_report).splitlines())) <= 80
+    assert "22 x core, window(512), decode" in str(throughput_report).replace("\n", " ").replace("  ", " ")
     assert [each.name for each in group_matrices(gemma_3_1b())] == ["feed-forward", "head"]
 
 
@@ -491,9 +491,9 @@ def test_the_verdict_on_the_page(capsys):
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert "gqa: does not fit on NVIDIA GeForce RTX 4090" in out
-    told = json.loads(run(capsys, *argv, "--json")[1])["memory_fit"]["gqa"]
-    assert (told["fits"], told["memory"]) == (False, 24 * 10**9)
-    assert all(remedy["needed"] <= told["memory"] for remedy in told["remedies"])
+    gqa = json.loads(run(capsys, *argv, "--json")[1])["memory_fit"]["gqa"]
+    assert (gqa["fits"], gqa["memory"]) == (False, 24 * 10**9)
+    assert all(remedy["needed"] <= gqa["memory"] for remedy in gqa["remedies"])
     assert json.loads(run(capsys, "gqa", "--memory-fit", "--json")[1])["memory_fit"]["gqa"]["fits"]
 
 
@@ -502,9 +502,9 @@ def test_the_page_of_boxes(capsys):
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert "projections 221, core never, output 230" in out
-    told = json.loads(run(capsys, "mha", "--intensity", "--batch", "5", "--json")[1])["intensity"]
-    assert [box["rows"] for box in told[0]["boxes"][:6]] == [1, 1, 1, 5, 5, 5]
-    assert {box["measured"] for box in told[0]["boxes"]} == {None}
+    intensity = json.loads(run(capsys, "mha", "--intensity", "--batch", "5", "--json")[1])["intensity"]
+    assert [box["rows"] for box in intensity[0]["boxes"][:6]] == [1, 1, 1, 5, 5, 5]
+    assert {box["measured"] for box in intensity[0]["boxes"]} == {None}
 
 
 BAD = {
@@ -549,15 +549,15 @@ def test_invalid_arguments_give_one_line(capsys, name: str):
 
 
 def test_configs_are_served_and_judged(capsys, tmp_path):
-    for name, said in {"llama": LLAMA3, "bart": {"model_type": "bart"}, "gpt2": {"model_type": "gpt2"}}.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(said))
+    for name, options in {"llama": LLAMA3, "bart": {"model_type": "bart"}, "gpt2": {"model_type": "gpt2"}}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(options))
         argv = (str(tmp_path / f"{name}.json"), "--context", "300", "--serve", "--memory-fit", "--optimiser", "zero")
         code, out, err = run(capsys, *argv, "--json")
         assert (code, err) == (0, "")
-        told = json.loads(out)
-        assert told["memory_fit"][name]["terms"][0]["value"] == 16 * told["rows"][0]["params"]
-        assert told["serving"][0]["cache_bytes"] == told["rows"][0]["kv_bytes"]
-    assert told["serving"][0]["longest_context"] == 1024  # positions of GPT-2
+        data = json.loads(out)
+        assert data["memory_fit"][name]["terms"][0]["value"] == 16 * data["rows"][0]["params"]
+        assert data["serving"][0]["cache_bytes"] == data["rows"][0]["kv_bytes"]
+    assert data["serving"][0]["longest_context"] == 1024  # positions of GPT-2
     assert max(map(len, run(capsys, *argv)[1].splitlines())) <= 80
     (tmp_path / "bert.json").write_text('{"model_type": "bert"}')
     code, out, err = run(capsys, str(tmp_path / "bert.json"), "--serve")

@@ -20,9 +20,9 @@ SPECS = list({**PRESETS, **cases.EXAMPLES}.values())
 
 # What each number is, read off the whole price.
 PRICED = {
-    "params": lambda told: told.parameters.total,
-    "flops": lambda told: told.prefill_flops.total,
-    "kv": lambda told: told.cache_bytes,
+    "params": lambda value: value.parameters.total,
+    "flops": lambda value: value.prefill_flops.total,
+    "kv": lambda value: value.cache_bytes,
 }
 
 
@@ -51,11 +51,11 @@ def test_grouped_heads_as_large_as_full_ones_by_hand(free, size, reached):
 def test_products_are_matched_to_the_nearest_of_all_widths():
     """b (2 s d k (2 q + 2 kv) + 4 pairs q k), which nobody else computes here."""
     b, s, d, q, kv = LOAD.batch, LOAD.context, 512, 8, 2
-    wanted = b * (8 * s * d * d + 4 * s * (s + 1) // 2 * d)
+    expected = b * (8 * s * d * d + 4 * s * (s + 1) // 2 * d)
     each = {k: b * (4 * s * d * k * (q + kv) + 4 * s * (s + 1) // 2 * q * k) for k in range(1, 4000)}
-    nearest = min(each, key=lambda k: abs(each[k] - wanted))
+    nearest = min(each, key=lambda k: abs(each[k] - expected))
     found = hw.match_size(GQA, like=MHA, by="flops", free="dim", workload=LOAD)
-    assert (found.wanted, found.chosen, found.reached) == (wanted, nearest, each[nearest])
+    assert (found.wanted, found.chosen, found.reached) == (expected, nearest, each[nearest])
 
 
 @pytest.mark.parametrize(
@@ -82,17 +82,17 @@ def test_no_size_is_nearer(spec, like, by, data):
         return
     spec, like = (replace(one, source=None) for one in (spec, like))
     count = MATCH_QUANTITIES[by][0]
-    wanted = count(like, load)
-    off = min((abs(one - wanted), one) for one in every(spec, free, by, load, 400))
+    expected = count(like, load)
+    off = min((abs(one - expected), one) for one in every(spec, free, by, load, 400))
     try:
         found = hw.match_size(spec, like=like, by=by, free=free, workload=load)
     except hw.SpecError:
         around = list(every(spec, free, by, load, 120))
-        assert wanted < min(around) or wanted > max(around)
+        assert expected < min(around) or expected > max(around)
         return
     assert count(found.spec, load) == found.reached
     assert list_sizes(found.spec)[free] == found.chosen
-    assert abs(found.reached - wanted) <= off[0]
+    assert abs(found.reached - expected) <= off[0]
 
 
 def every(spec, free: str, by: str, load: hw.Workload, most: int):
@@ -132,7 +132,7 @@ def test_the_first_size_that_reaches_is_free_unless_one_is_named():
 
 
 @pytest.mark.parametrize(
-    ("spec", "said", "told"),
+    ("spec", "options", "message"),
     [
         (GQA, {"by": "size"}, "cannot match by='size'; use one of flops, kv, params"),
         (GQA, {"free": "kvv"}, "no size 'kvv' to change; did you mean 'kv'?"),
@@ -158,10 +158,10 @@ def test_the_first_size_that_reaches_is_free_unless_one_is_named():
         (GQA, {"by": "kv", "like": hw.design(model=512, heads=8)}, "pattern=full() is not causal"),
     ],
 )
-def test_an_impossible_match_names_the_nearest_and_other_free_sizes(spec, said, told):
+def test_an_impossible_match_names_the_nearest_and_other_free_sizes(spec, options, message):
     with pytest.raises(hw.SpecError) as refused:
-        hw.match_size(spec, **{"like": MHA, "workload": LOAD} | said)
-    assert told in str(refused.value)
+        hw.match_size(spec, **{"like": MHA, "workload": LOAD} | options)
+    assert message in str(refused.value)
 
 
 def test_a_match_reports_the_chosen_size():
@@ -186,27 +186,27 @@ def test_a_match_reports_the_chosen_size():
     shape=st.sampled_from((lambda n: 7 * n + 3, lambda n: n * n, lambda n: 10**5 - 31 * n, lambda n: n // 3)),
     stride=st.integers(1, 12),
     bound=st.sampled_from((None, 100, 1000)),
-    wanted=st.integers(0, 5000),
+    expected=st.integers(0, 5000),
     times=st.integers(1, 8),
 )
-def test_a_search_equals_exhaustive_search(shape, stride, bound, wanted, times):
+def test_a_search_equals_exhaustive_search(shape, stride, bound, expected, times):
     def count(size: int) -> int | None:
         return shape(size) if size > 0 and size % stride == 0 and (bound is None or size <= bound) else None
 
     search = SizeSearch(count, start=stride * times)
-    size, found = search.nearest(wanted)
-    everything = {n: told for n in range(1, 16_000) if (told := count(n)) is not None}
+    size, found = search.nearest(expected)
+    everything = {n: result for n in range(1, 16_000) if (result := count(n)) is not None}
     assert everything[size] == found
-    if search.is_bracketed(wanted):
-        assert abs(found - wanted) == min(abs(told - wanted) for told in everything.values())
+    if search.is_bracketed(expected):
+        assert abs(found - expected) == min(abs(value - expected) for value in everything.values())
     else:
-        assert wanted < min(everything.values()) or wanted > max(everything.values())
+        assert expected < min(everything.values()) or expected > max(everything.values())
 
 
-@pytest.mark.parametrize("wanted", [99_000, 50_000, 1234])
-def test_counts_that_fall_are_searched_the_other_way(wanted):
-    size, found = SizeSearch(lambda n: 10**5 - 31 * n if n > 0 else None, start=1).nearest(wanted)
-    assert (size, found) == (round((10**5 - wanted) / 31), 10**5 - 31 * round((10**5 - wanted) / 31))
+@pytest.mark.parametrize("expected", [99_000, 50_000, 1234])
+def test_counts_that_fall_are_searched_the_other_way(expected):
+    size, found = SizeSearch(lambda n: 10**5 - 31 * n if n > 0 else None, start=1).nearest(expected)
+    assert (size, found) == (round((10**5 - expected) / 31), 10**5 - 31 * round((10**5 - expected) / 31))
 
 
 @pytest.mark.parametrize(("q", "start"), [(12, 4), (7, 1), (521, 1), (96, 32)])
@@ -221,9 +221,9 @@ def test_non_monotonic_sizes_are_tried_one_by_one():
     def zigzag(size: int) -> int | None:
         return size * 10 + (size * 7) % 31 * 9 if size else None
 
-    for wanted in range(500, 9000, 371):
-        found = SizeSearch(zigzag, start=40).nearest(wanted)[1]
-        assert abs(found - wanted) == min(abs((zigzag(n) or 0) - wanted) for n in range(1, 3000))
+    for expected in range(500, 9000, 371):
+        found = SizeSearch(zigzag, start=40).nearest(expected)[1]
+        assert abs(found - expected) == min(abs((zigzag(n) or 0) - expected) for n in range(1, 3000))
 
 
 def test_numbers_far_beyond_machine_words():

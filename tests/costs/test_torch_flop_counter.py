@@ -150,15 +150,17 @@ def test_gradients_under_the_fused_kernel(preset):
 # --- checkpoints ---------------------------------------------------------------------------------------
 
 
-def again(plain, job, sight, inputs, bound, probe):
+def again(plain, job, attention_mask, inputs, bound, probe):
     """The dense core as a checkpoint of its own, handed every tensor by itself, so that hooks see what it holds."""
-    q, k, v, asked, entry, state, _ = inputs
+    q, k, v, values, entry, state, _ = inputs
 
-    def run(q, k, v, x, own, *held):
-        told = asked._replace(x_BTD=x, q_BTHK=own)
-        return plain(job, sight, CoreInputs(q, k, v, told, dict(zip(entry, held, strict=True)), state), bound, probe)
+    def run(q, k, v, x, own, *args):
+        changed = values._replace(x_BTD=x, q_BTHK=own)
+        return plain(
+            job, attention_mask, CoreInputs(q, k, v, changed, dict(zip(entry, args, strict=True)), state), bound, probe
+        )
 
-    return checkpoint(run, q, k, v, asked.x_BTD, asked.q_BTHK, *entry.values(), use_reentrant=False)
+    return checkpoint(run, q, k, v, values.x_BTD, values.q_BTHK, *entry.values(), use_reentrant=False)
 
 
 def more(spec: hw.AttentionSpec, kind: str) -> tuple[int, int]:
@@ -190,11 +192,11 @@ def test_checkpoints_recompute_and_save_the_counted_amounts(name, kind, monkeypa
     with monkeypatch.context() as patch:  # the formula must not run into what it is held to
         if kind == "core":
             patch.setattr(dense, "attend", partial(again, dense.attend))
-        done, kept = more(spec, kind)
+        done, values = more(spec, kind)
     assert layer_recompute_flops(spec, work_of(spec), kind).total == done
     source = None if spec.source is None else cases.SOURCE
     load = hw.Workload(cases.BATCH, cases.TOKENS, "fp32", "cpu")
-    assert hw.layer_activation_memory(spec, load, "dense", checkpoint=kind, source=source).total == kept
+    assert hw.layer_activation_memory(spec, load, "dense", checkpoint=kind, source=source).total == values
 
 
 def test_a_reading_behind_the_values_is_refused():

@@ -120,23 +120,21 @@ def test_the_page_shows_every_step_with_its_formula(capsys):
 @pytest.mark.parametrize("checkpoint", ["none", "block", "core"])
 def test_the_document_has_the_same_numbers(capsys, checkpoint):
     code, out, _ = run(capsys, "gqa", *SIZES, "--json", "--profile", "dense", "--checkpoint", checkpoint)
-    told = json.loads(out)["training"]["gqa"]
+    gqa = json.loads(out)["training"]["gqa"]
     spec, load = hw.design(preset="gqa", model=64, heads=4), hw.Workload(2, 32)
     way = hw.ActivationSettings("dense", checkpoint)
     assert code == 0
-    assert (told["profile"], told["checkpoint"], told["dropout"]) == ("dense", checkpoint, 0.0)
+    assert (gqa["profile"], gqa["checkpoint"], gqa["dropout"]) == ("dense", checkpoint, 0.0)
     assert (
-        told["kept_bytes"]
-        == hw.activation_memory(spec, load, way).total
-        == sum(term["value"] for term in told["terms"])
+        gqa["kept_bytes"] == hw.activation_memory(spec, load, way).total == sum(term["value"] for term in gqa["terms"])
     )
-    assert told["peak_bytes"] == hw.activation_memory(spec, load, hw.ActivationSettings("dense")).total
-    assert told["recomputed_flops"] == recompute_flops(spec, load, way).total
-    assert (told["recomputed_flops"] > 0) == (checkpoint != "none")
+    assert gqa["peak_bytes"] == hw.activation_memory(spec, load, hw.ActivationSettings("dense")).total
+    assert gqa["recomputed_flops"] == recompute_flops(spec, load, way).total
+    assert (gqa["recomputed_flops"] > 0) == (checkpoint != "none")
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (("--profile", "spda"), "did you mean 'sdpa'"),
         (("--profile", ""), "--profile is empty"),
@@ -149,8 +147,8 @@ def test_the_document_has_the_same_numbers(capsys, checkpoint):
         (("--profile", "paper-2022"), "plain multi-head attention"),
     ],
 )
-def test_invalid_arguments_give_one_line(capsys, argv, said):
+def test_invalid_arguments_give_one_line(capsys, argv, message):
     code, out, err = run(capsys, "gqa", *SIZES, *argv)
     assert (code, out) == (2, "")
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) == 1

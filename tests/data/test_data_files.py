@@ -31,7 +31,7 @@ def swept(task: Task, split: str, size: int = 5) -> list[Batch]:
     return [task.batch(n, size, split) for n in range(count)]
 
 
-def asked(task: Task, split: str) -> list[int]:
+def labels_of(task: Task, split: str) -> list[int]:
     """Every label of a split, in its order."""
     return [int(one) for one in task.batch(0, 9_999, split).labels.flatten() if one != IGNORE_INDEX]
 
@@ -60,7 +60,7 @@ KINDS = ["npy uint16", "npy int64", "bin uint16", "bin uint32", "safetensors uin
 def test_ids_are_those_of_the_file(kind: str, tmp_path: Path):
     options = {"tensor": "ids"} if kind.startswith("safe") else {}
     task = open_data(written(tmp_path, kind), {"length": 7, "valid": 0.2, "test": 0.1, **options})
-    assert asked(task, "valid") + asked(task, "test") == IDS[706:].tolist()
+    assert labels_of(task, "valid") + labels_of(task, "test") == IDS[706:].tolist()
     inside = " ".join(map(str, IDS[:706]))
     for row in task.batch(3, 20).x.tolist():
         assert task.text(row) in inside
@@ -71,27 +71,27 @@ def test_ids_are_those_of_the_file(kind: str, tmp_path: Path):
 @pytest.mark.parametrize("kind", ["npy uint16", "bin uint16", "safetensors uint16"])
 def test_ids_stay_on_disk(kind: str, tmp_path: Path):
     options = {"tensor": "ids"} if kind.startswith("safe") else {}
-    held = open_data(written(tmp_path, kind), options).data.spans["train"].ids
-    assert not isinstance(held, np.ndarray) or isinstance(held, np.memmap)
+    ids = open_data(written(tmp_path, kind), options).data.spans["train"].ids
+    assert not isinstance(ids, np.ndarray) or isinstance(ids, np.memmap)
 
 
 def test_a_folder_has_parts_of_its_own_and_a_tokenizer(tmp_path: Path):
     (text := tmp_path / "a.txt").write_text("low lower lowest\n" * 50)
-    made = TextTask(str(text), tokens="bpe", vocab=280)
+    text_task = TextTask(str(text), tokens="bpe", vocab=280)
     (tmp_path / "ids" / "x").mkdir(parents=True)
-    for split, said in (("train", "low lower lowest\n" * 30), ("val", "lowest low\n" * 5)):
-        (tmp_path / "ids" / f"{split}.bin").write_bytes(np.array(made.ids(said), "<u2").tobytes())
-    (tmp_path / "ids" / "tokenizer.json").write_text(made.tokenizer or "")
+    for split, options in (("train", "low lower lowest\n" * 30), ("val", "lowest low\n" * 5)):
+        (tmp_path / "ids" / f"{split}.bin").write_bytes(np.array(text_task.ids(options), "<u2").tobytes())
+    (tmp_path / "ids" / "tokenizer.json").write_text(text_task.tokenizer or "")
     meta = {"vocab": 290, "dtype": "uint16", "tokenizer": "tokenizer.json"}
     (tmp_path / "ids" / "meta.json").write_text(json.dumps(meta))
     task = open_data(str(tmp_path / "ids"), {"length": 5})
-    assert task.text(asked(task, "valid")) == ("lowest low\n" * 5)[len(task.text([made.ids("lowest")[0]])) :]
+    assert task.text(labels_of(task, "valid")) == ("lowest low\n" * 5)[len(task.text([text_task.ids("lowest")[0]])) :]
     assert task.batches(5, "test") == 0
-    assert task.tokenizer == made.tokenizer
+    assert task.tokenizer == text_task.tokenizer
     batch = task.batch(0, 3, "valid")
-    told = task.measure(torch.zeros(*batch.x.shape, 290), batch)
+    metrics = task.measure(torch.zeros(*batch.x.shape, 290), batch)
     written_ = [int(one) for one in batch.labels.flatten() if one != IGNORE_INDEX]
-    assert told["bits_per_byte"][1] == len(task.text(written_).encode())
+    assert metrics["bits_per_byte"][1] == len(task.text(written_).encode())
 
 
 # --- lines of JSON -------------------------------------------------------------------------------------
@@ -108,9 +108,9 @@ def lines(tmp_path: Path) -> str:
 def test_texts_follow_each_other_with_an_end(lines: str):
     task = open_data(lines, {"vocab": 300, "length": 9, "valid": 0.2, "test": 0.1})
     ids = [row["text"] for row in ROWS]
-    wanted = [one for text in ids[42:54] for one in (*task.ids(text), 0)]
-    assert asked(task, "valid") == wanted[1:]
-    assert asked(task, "test") == [one for text in ids[54:] for one in (*task.ids(text), 0)][1:]
+    expected = [one for text in ids[42:54] for one in (*task.ids(text), 0)]
+    assert labels_of(task, "valid") == expected[1:]
+    assert labels_of(task, "test") == [one for text in ids[54:] for one in (*task.ids(text), 0)][1:]
 
 
 def test_labels_stay_with_their_texts(lines: str):
@@ -151,17 +151,17 @@ def test_a_missing_validation_split_is_taken_from_training(lines: str, tmp_path:
         np.save(folder / f"{split}.npy", IDS[:800] if split == "train" else IDS[800:])
     texts = open_data(f"jsonl:{folder}", {"vocab": 300, "length": 9, "valid": 0.1})
     assert [split for split, size in texts.data.sizes.items() if size] == ["train", "valid", "test"]
-    held = [[one for row in part for one in (*texts.ids(row["text"]), 0)][1:] for part in (ROWS[45:50], ROWS[50:])]
-    assert [asked(texts, split) for split in ("valid", "test")] == held
+    tensors = [[one for row in part for one in (*texts.ids(row["text"]), 0)][1:] for part in (ROWS[45:50], ROWS[50:])]
+    assert [labels_of(texts, split) for split in ("valid", "test")] == tensors
     ids = open_data(f"tokens:{folder}", {"length": 9, "valid": 0.1})
-    assert asked(ids, "valid") == IDS[720:800].tolist()
-    assert asked(ids, "test") == IDS[801:].tolist()
+    assert labels_of(ids, "valid") == IDS[720:800].tolist()
+    assert labels_of(ids, "test") == IDS[801:].tolist()
 
 
 # --- images --------------------------------------------------------------------------------------------
 
 PICTURES = np.random.default_rng(0).integers(0, 256, (40, 6, 5), dtype=np.uint8)
-SHOWN = np.arange(40) % 3
+IMAGE_LABELS = np.arange(40) % 3
 
 
 def packed(array: np.ndarray, kind: int, code: str) -> bytes:
@@ -182,20 +182,25 @@ def test_idx_files_round_trip(kind: int, code: str, end: str, tmp_path: Path):
 
 
 def as_idx(folder: Path) -> str:
-    for name, array in (("images-idx3-ubyte", PICTURES), ("labels-idx1-ubyte", SHOWN)):
+    for name, array in (("images-idx3-ubyte", PICTURES), ("labels-idx1-ubyte", IMAGE_LABELS)):
         (folder / f"train-{name}").write_bytes(packed(array[:30], 8, "B"))
         (folder / f"t10k-{name}.gz").write_bytes(gzip.compress(packed(array[30:], 8, "B")))
     return str(folder)
 
 
 def as_npz(folder: Path) -> str:
-    arrays = {"x_train": PICTURES[:30], "y_train": SHOWN[:30], "test_images": PICTURES[30:], "test_labels": SHOWN[30:]}
+    arrays = {
+        "x_train": PICTURES[:30],
+        "y_train": IMAGE_LABELS[:30],
+        "test_images": PICTURES[30:],
+        "test_labels": IMAGE_LABELS[30:],
+    }
     np.savez_compressed(folder / "a.npz", **arrays)
     return str(folder / "a.npz")
 
 
 def as_folders(folder: Path) -> str:
-    for n, (picture, label) in enumerate(zip(PICTURES, SHOWN, strict=True)):
+    for n, (picture, label) in enumerate(zip(PICTURES, IMAGE_LABELS, strict=True)):
         path = folder / ("train" if n < 30 else "test") / "abc"[label] / f"{n:02}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture).save(path)
@@ -207,17 +212,17 @@ def test_pictures_stay_with_their_labels_at_mean_0_and_deviation_1(write: Any, t
     task = open_data(write(tmp_path), {"valid": 0.2})
     assert type(task).__name__ == "ImageClassification"
     assert task.data.sizes == {"train": 24, "valid": 6, "test": 10}
-    known = {picture.tobytes(): label for picture, label in zip(PICTURES, SHOWN, strict=True)}
-    inputs, seen = task.data.inputs, {}
+    known = {picture.tobytes(): label for picture, label in zip(PICTURES, IMAGE_LABELS, strict=True)}
+    inputs, recorded = task.data.inputs, {}
     for split in data.SPLITS:
         for batch in swept(task, split):
             assert batch.x.shape[1:] == (1, 6, 5)
             back = (batch.x[:, 0].numpy() * inputs.deviation + inputs.mean) * 255
             for picture, label in zip(back.round().astype(np.uint8), batch.labels.tolist(), strict=True):
                 assert known[picture.tobytes()] == label
-                seen.setdefault(split, set()).add(picture.tobytes())
-    assert [len(seen[split]) for split in data.SPLITS] == [24, 6, 10]
-    assert len(set().union(*seen.values())) == 40
+                recorded.setdefault(split, set()).add(picture.tobytes())
+    assert [len(recorded[split]) for split in data.SPLITS] == [24, 6, 10]
+    assert len(set().union(*recorded.values())) == 40
     every = task.batch(0, 24).x
     assert float(every.mean()) == pytest.approx(0, abs=1e-5)
     assert float(every.std(correction=0)) == pytest.approx(1, abs=1e-5)
@@ -237,7 +242,7 @@ def test_epochs_of_pictures_differ_and_have_each_once(tmp_path: Path):
 def test_channels_may_come_first_or_last(tmp_path: Path):
     rgb = np.random.default_rng(1).random((12, 9, 7, 3), dtype=np.float32)
     for name, array in (("last", rgb), ("first", rgb.transpose(0, 3, 1, 2))):
-        np.savez(tmp_path / f"{name}.npz", images=array, labels=SHOWN[:12])
+        np.savez(tmp_path / f"{name}.npz", images=array, labels=IMAGE_LABELS[:12])
     last, first = (open_data(str(tmp_path / f"{name}.npz")) for name in ("last", "first"))
     assert torch.equal(last.batch(0, 5).x, first.batch(0, 5).x)
     assert last.batch(0, 5).x.shape == (5, 3, 9, 7)
@@ -255,19 +260,19 @@ def test_pictures_of_several_sizes_are_brought_to_one(tmp_path: Path):
 
 # --- frames --------------------------------------------------------------------------------------------
 
-SPOKEN = [np.random.default_rng(n).normal(3, 2, (3 + n % 4, 5)).astype(np.float32) for n in range(20)]
-SAID = [np.arange(len(one)) % 3 + 5 for one in SPOKEN]
+UTTERANCES = [np.random.default_rng(n).normal(3, 2, (3 + n % 4, 5)).astype(np.float32) for n in range(20)]
+TRANSCRIPTS = [np.arange(len(one)) % 3 + 5 for one in UTTERANCES]
 
 
 def as_row(folder: Path, labels: Any) -> str:
-    lengths = [len(one) for one in SPOKEN]
-    np.savez(folder / "a.npz", frames=np.concatenate(SPOKEN), lengths=lengths, labels=labels)
+    lengths = [len(one) for one in UTTERANCES]
+    np.savez(folder / "a.npz", frames=np.concatenate(UTTERANCES), lengths=lengths, labels=labels)
     return str(folder / "a.npz")
 
 
 def as_files(folder: Path, labels: Any) -> str:
     rows = []
-    for n, one in enumerate(SPOKEN):
+    for n, one in enumerate(UTTERANCES):
         np.save(folder / f"u{n}.npy", one)
         own = labels[n] if np.ndim(labels[n]) else [labels[n]]
         rows.append(f"u{n}\t{' '.join(map(str, own))}\n")
@@ -275,7 +280,7 @@ def as_files(folder: Path, labels: Any) -> str:
     return str(folder)
 
 
-def spoken(task: Task) -> list[tuple[np.ndarray, list[int]]]:
+def utterances(task: Task) -> list[tuple[np.ndarray, list[int]]]:
     """Every utterance of every split, as it was before, with its labels."""
     found = []
     for batch in (batch for split in data.SPLITS for batch in swept(task, split)):
@@ -291,16 +296,16 @@ def spoken(task: Task) -> list[tuple[np.ndarray, list[int]]]:
 @pytest.mark.parametrize("write", [as_row, as_files])
 @pytest.mark.parametrize("each", ["frame", "utterance"])
 def test_frames_stay_with_their_labels(write: Any, each: str, tmp_path: Path):
-    labels = SAID if each == "frame" else [len(one) for one in SPOKEN]
+    labels = TRANSCRIPTS if each == "frame" else [len(one) for one in UTTERANCES]
     flat = np.concatenate(labels) if each == "frame" else labels
     task = open_data(write(tmp_path, flat if write is as_row else labels), {"valid": 0.2, "test": 0.2})
-    found = spoken(task)
+    found = utterances(task)
     assert len(found) == 20
     for frames, names in found:
         place = next(
-            n for n, one in enumerate(SPOKEN) if one.shape == frames.shape and np.allclose(one, frames, atol=1e-4)
+            n for n, one in enumerate(UTTERANCES) if one.shape == frames.shape and np.allclose(one, frames, atol=1e-4)
         )
-        assert names == (SAID[place].tolist() if each == "frame" else [len(frames)])
+        assert names == (TRANSCRIPTS[place].tolist() if each == "frame" else [len(frames)])
     train = torch.cat([b.x[b.tokens.is_real] if b.tokens else b.x.flatten(0, 1) for b in swept(task, "train")])
     assert float(train.mean(0).abs().max()) < 1e-5
     assert float((train.std(0, correction=0) - 1).abs().max()) < 1e-4
@@ -310,9 +315,9 @@ def test_frames_stay_with_their_labels(write: Any, each: str, tmp_path: Path):
 
 
 def test_frames_of_one_length_are_an_array(tmp_path: Path):
-    frames, labels = np.stack([one[:3] for one in SPOKEN]), np.stack([one[:3] for one in SAID])
+    frames, labels = np.stack([one[:3] for one in UTTERANCES]), np.stack([one[:3] for one in TRANSCRIPTS])
     np.savez(tmp_path / "a.npz", frames=frames, labels=labels)
-    found = spoken(open_data(str(tmp_path / "a.npz")))
+    found = utterances(open_data(str(tmp_path / "a.npz")))
     assert sorted(tuple(names) for _, names in found) == sorted(map(tuple, labels.tolist()))
 
 
@@ -327,7 +332,7 @@ def opened(name: str, folder: Path, lines: str) -> Task:
             return open_data(lines, {"label_field": "kind", "vocab": 300})
         case "images":
             return open_data(as_idx(folder))
-    return open_data(as_row(folder, [len(one) for one in SPOKEN]))
+    return open_data(as_row(folder, [len(one) for one in UTTERANCES]))
 
 
 @pytest.mark.parametrize("name", ["tokens", "jsonl", "images", "frames"])

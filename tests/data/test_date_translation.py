@@ -33,7 +33,7 @@ NUMBERS += [a * 10**n + b for a in (1, 2, 12, 20, 22) for n in range(1, 7) for b
 HUNDREDTHS = [*range(1, 300), *random.Random(1).sample(range(300, 10**10), 500), 200, 20_000, 200_000, 2_000_000]
 
 
-def said(language: str, one: Date | Amount) -> str:
+def spell(language: str, one: Date | Amount) -> str:
     return join_tokens(LANGUAGES[language](one))
 
 
@@ -128,18 +128,18 @@ def test_numerals_as_schoolbooks_write_them(number: int, text: str):
     ],
 )
 def test_amounts_in_chinese(cents: int, currency: str, text: str):
-    assert said("zh", Amount(cents, currency)) == text
+    assert spell("zh", Amount(cents, currency)) == text
 
 
 def test_amounts_are_read_back():
     """By the words of each unit, whatever stands before them."""
     for cents in HUNDREDTHS:
-        found = re.fullmatch("(?:(.+)元)?(?:(.)角)?(?:零?(.)分)?", said("zh", Amount(cents, "yuan")))
+        found = re.fullmatch("(?:(.+)元)?(?:(.)角)?(?:零?(.)分)?", spell("zh", Amount(cents, "yuan")))
         assert found
         whole, tenths, hundredths = (read(part or "") for part in found.groups())
         assert 100 * whole + 10 * tenths + hundredths == cents
         for currency, unit in (("dollars", "美"), ("euros", "欧")):
-            found = re.fullmatch(f"(?:(.+){unit}元)?(?:(.+){unit}分)?", said("zh", Amount(cents, currency)))
+            found = re.fullmatch(f"(?:(.+){unit}元)?(?:(.+){unit}分)?", spell("zh", Amount(cents, currency)))
             assert found
             assert 100 * read(found[1] or "") + read(found[2] or "") == cents
 
@@ -147,9 +147,9 @@ def test_amounts_are_read_back():
 def test_two_is_liang_at_the_head_alone():
     for cents in HUNDREDTHS:
         for part in (
-            re.split("(?<=美元)", said("zh", Amount(cents, "dollars")))
+            re.split("(?<=美元)", spell("zh", Amount(cents, "dollars")))
             if cents % 3
-            else [said("zh", Amount(cents, "yuan"))]
+            else [spell("zh", Amount(cents, "yuan"))]
         ):
             assert "两" not in part[1:]
             assert not re.match("二[千万元角分美]", part)
@@ -160,8 +160,8 @@ def test_amounts_elsewhere_are_as_decimal_writes_them():
     for cents in HUNDREDTHS:
         for word, currency in CURRENCIES.items():
             number = Decimal(cents).scaleb(-2)
-            assert said("en", Amount(cents, word)) == f"{number:,} {word}"
-            assert said("iso", Amount(cents, word)) == f"{currency.code} {number}"
+            assert spell("en", Amount(cents, word)) == f"{number:,} {word}"
+            assert spell("iso", Amount(cents, word)) == f"{currency.code} {number}"
 
 
 def test_dates_are_as_the_calendar_writes_them():
@@ -169,10 +169,10 @@ def test_dates_are_as_the_calendar_writes_them():
     for n in range(0, 366 * 400, 97):
         day = date(1900, 1, 1) + timedelta(n)
         one = Date(day.year, day.month, day.day)
-        assert said("iso", one) == day.isoformat()
-        assert said("en", one) == f"{day.day} {day:%B} {day.year}"
-        assert said("zh", one) == f"{str(day.year).translate(digits)}年{written(day.month)}月{written(day.day)}日"
-    assert said("zh", Date(2026, 11, 20)) == "二〇二六年十一月二十日"
+        assert spell("iso", one) == day.isoformat()
+        assert spell("en", one) == f"{day.day} {day:%B} {day.year}"
+        assert spell("zh", one) == f"{str(day.year).translate(digits)}年{written(day.month)}月{written(day.day)}日"
+    assert spell("zh", Date(2026, 11, 20)) == "二〇二六年十一月二十日"
 
 
 def test_no_two_values_have_one_wording():
@@ -204,19 +204,19 @@ def understood(text: str) -> tuple:
 
 
 def test_source_and_target_have_one_meaning():
-    one, seen = DateTranslation(), Counter()
+    one, counter = DateTranslation(), Counter()
     batch = one.batch(0, 1000)
     for n, gold in enumerate(batch.gold):
         assert understood(gold.source) == understood(gold.target)
         assert one.text(batch.source[n].tolist()) == f"<{gold.direction.split('-')[1]}>{gold.source}"
         assert one.text(batch.labels[n].tolist()) == gold.target
-        seen[gold.subject, gold.direction] += 1
+        counter[gold.subject, gold.direction] += 1
         if gold.subject == "date":
             assert 1900 <= understood(gold.source)[0] <= 2099
         else:
             assert 0 < understood(gold.source)[0] < 10**7
-    assert len(seen) == 12
-    assert min(seen.values()) > 50
+    assert len(counter) == 12
+    assert min(counter.values()) > 50
 
 
 def test_rows_are_those_of_translation_training():
@@ -225,10 +225,10 @@ def test_rows_are_those_of_translation_training():
     assert batch.source_tokens is not None
     for n in range(60):
         x, labels = batch.x[n][batch.tokens.is_real[n]].tolist(), batch.labels[n].tolist()
-        wanted = [token for token in labels if token != IGNORE_INDEX]
-        assert x == [BEGIN_ID, *wanted[:-1]]
-        assert wanted[-1] == END_ID
-        assert labels == wanted + [IGNORE_INDEX] * (len(labels) - len(wanted))
+        expected = [token for token in labels if token != IGNORE_INDEX]
+        assert x == [BEGIN_ID, *expected[:-1]]
+        assert expected[-1] == END_ID
+        assert labels == expected + [IGNORE_INDEX] * (len(labels) - len(expected))
         assert (batch.source[n] != PAD_ID).tolist() == batch.source_tokens.is_real[n].tolist()
 
 
@@ -281,12 +281,12 @@ def test_digits_link_one_to_one_between_english_and_iso():
 def test_chinese_number_words_are_aligned():
     """十一 of 十一月 with the word or with both digits; 零 with all zeros that it stands for; 千 with its digit."""
     one = DateTranslation()
-    wanted = {"zh-en": {}, "iso-zh": {}}
+    expected = {"zh-en": {}, "iso-zh": {}}
     for index in range(12):
         for gold in one.batch(index, 200).gold:
-            if gold.direction in wanted:
-                wanted[gold.direction].setdefault(bool(re.search("零", gold.source + gold.target)), []).append(gold)
-    for gold in wanted["iso-zh"][True]:
+            if gold.direction in expected:
+                expected[gold.direction].setdefault(bool(re.search("零", gold.source + gold.target)), []).append(gold)
+    for gold in expected["iso-zh"][True]:
         if "零" in gold.target and "." in gold.source:
             for t in [t for t, c in enumerate(gold.target) if c == "零"]:
                 places = sorted(s for s, to in gold.links if to == t)
@@ -295,7 +295,7 @@ def test_chinese_number_words_are_aligned():
                 assert {text[s - 3] for s in places} == {"0"}
                 assert places == [*range(places[0], places[-1] + 1)]
                 assert "0" not in text[places[0] - 4] + text[places[-1] - 2]  # all of those side by side
-    for gold in wanted["iso-zh"][False] + wanted["iso-zh"][True]:
+    for gold in expected["iso-zh"][False] + expected["iso-zh"][True]:
         for t, c in enumerate(gold.target):
             assert (c in "年月日") != any(to == t for _, to in gold.links)
 
@@ -305,17 +305,17 @@ def test_chinese_number_words_are_aligned():
 
 def test_held_out_values_are_held_out_in_every_language():
     """By what is said: the same date, or the same number of whatever currency, is in one split alone."""
-    seen: dict[tuple, str] = {}
+    recorded: dict[tuple, str] = {}
     for split in SPLITS:
         for one in (DateTranslation(), DateTranslation(seed=1), DateTranslation(years=(1990, 2010), digits=3)):
             for gold in one.batch(0, 300, split).gold:
                 meaning = understood(gold.source)
-                assert seen.setdefault(meaning[:1] if len(meaning) == 2 else meaning, split) == split
+                assert recorded.setdefault(meaning[:1] if len(meaning) == 2 else meaning, split) == split
 
 
 def test_each_option_has_its_documented_effect():
-    def golds(**said):
-        return make_task("dates", **said).batch(0, 300).gold
+    def golds(**options):
+        return make_task("dates", **options).batch(0, 300).gold
 
     assert {gold.subject for gold in golds(subjects=("date",))} == {"date"}
     assert {gold.direction for gold in golds(languages=("zh", "en"))} == {"zh-en", "en-zh"}
@@ -347,10 +347,10 @@ def test_scores_count_whole_answers():
     one = DateTranslation()
     batch = one.batch(0, 40, "test")
     right = [[i for i in row if i not in (END_ID, IGNORE_INDEX)] for row in batch.labels.tolist()]
-    told = one.score(right, batch)
-    assert told["exact_match"] == (40, 40)
-    assert sum(count for name, (_, count) in told.items() if "@date" in name or "@amount" in name) == 40
-    assert sum(count for name, (_, count) in told.items() if name.count("-")) == 40
+    result = one.score(right, batch)
+    assert result["exact_match"] == (40, 40)
+    assert sum(count for name, (_, count) in result.items() if "@date" in name or "@amount" in name) == 40
+    assert sum(count for name, (_, count) in result.items() if name.count("-")) == 40
     wrong = [row[:-1] if n < 3 else [*row, row[0]] if n < 5 else row for n, row in enumerate(right)]
     assert one.score(wrong, batch)["exact_match"] == (35, 40)
     prompt, tokens = one.prompt(batch)
@@ -365,7 +365,7 @@ def test_chance_is_the_score_of_guessing_a_whole_answer():
     golds = one.batch(0, 300).gold
     for gold in golds * 30:
         day = draw.choice(days)
-        hits += said(gold.direction.split("-")[1], Date(day.year, day.month, day.day)) == gold.target
+        hits += spell(gold.direction.split("-")[1], Date(day.year, day.month, day.day)) == gold.target
     assert abs(hits - 9000 / 731) < 4 * (9000 / 731) ** 0.5
     both = make_task("dates", years=(2000, 2001), digits=1, currencies=("yuan", "euros"))
     assert both.chance["exact_match"] == pytest.approx((1 / 731 + 1 / 1998) / 2)

@@ -21,7 +21,7 @@ from headwise.data.language_modelling import TextTask
 
 LINES = "".join(f"sentence number {n}\n" for n in range(40))
 PAIRS = "".join(f"source {n}\ttarget {n}\n" for n in range(40))
-SHOWN = np.arange(12) % 3
+IMAGE_LABELS = np.arange(12) % 3
 PICTURES = np.arange(12 * 6 * 5, dtype=np.uint8).reshape(12, 6, 5)
 
 
@@ -57,8 +57,8 @@ def frames(*labels: str, broken: float = 1.0) -> None:
     write("labels.tsv", "\n".join(labels))
 
 
-def meta(**said: Any) -> None:
-    write("a.json", json.dumps(said))
+def meta(**options: Any) -> None:
+    write("a.json", json.dumps(options))
 
 
 # What is in the folder, what is opened, and the words of the message in their order.
@@ -187,8 +187,12 @@ BAD: list[tuple[Callable[[], object], Callable[[], object] | str, str]] = [
         lambda: open_data("a.safetensors", {"tensor": "idz"}),
         "no tensor 'idz' .. 'ids'",
     ),
-    (lambda: [npy("train.npy", SHOWN), npy("val.npy", SHOWN), npy("dev.npy", SHOWN)], ".", "dev.npy and val.npy, both"),
-    (lambda: [npy("test.npy", SHOWN), npy("val.npy", SHOWN)], "tokens:.", "nothing named train"),
+    (
+        lambda: [npy("train.npy", IMAGE_LABELS), npy("val.npy", IMAGE_LABELS), npy("dev.npy", IMAGE_LABELS)],
+        ".",
+        "dev.npy and val.npy, both",
+    ),
+    (lambda: [npy("test.npy", IMAGE_LABELS), npy("val.npy", IMAGE_LABELS)], "tokens:.", "nothing named train"),
     # jsonl
     (lambda: write("a.jsonl", ""), "a.jsonl", "a.jsonl is empty"),
     (lambda: write("a.jsonl", '{"text": "a"}\n{"text": '), "a.jsonl", "line 2 of a.jsonl is not valid JSON"),
@@ -221,52 +225,52 @@ BAD: list[tuple[Callable[[], object], Callable[[], object] | str, str]] = [
     (lambda: write("a-idx3-ubyte", ""), "images:a-idx3-ubyte", "no labels for a-idx3-ubyte"),
     (lambda: [write("a-images-idx3-ubyte", idx(PICTURES))], "a-images-idx3-ubyte", "a-labels-idx1-ubyte is missing"),
     (
-        lambda: [write("images-idx3-ubyte", idx(PICTURES)[:-1]), write("labels-idx1-ubyte", idx(SHOWN))],
+        lambda: [write("images-idx3-ubyte", idx(PICTURES)[:-1]), write("labels-idx1-ubyte", idx(IMAGE_LABELS))],
         "images-idx3-ubyte",
         "has 375 bytes, but 12 x 6 x 5 numbers of 1 bytes need 376",
     ),
     (
-        lambda: [write("images-idx3-ubyte", idx(PICTURES) + b"x"), write("labels-idx1-ubyte", idx(SHOWN))],
+        lambda: [write("images-idx3-ubyte", idx(PICTURES) + b"x"), write("labels-idx1-ubyte", idx(IMAGE_LABELS))],
         "images-idx3-ubyte",
         "has 377 bytes .. need 376",
     ),
     (
-        lambda: [write("images-idx3-ubyte", idx(PICTURES)[:9]), write("labels-idx1-ubyte", idx(SHOWN))],
+        lambda: [write("images-idx3-ubyte", idx(PICTURES)[:9]), write("labels-idx1-ubyte", idx(IMAGE_LABELS))],
         "images-idx3-ubyte",
         "has 9 bytes, fewer than its header of 16",
     ),
     (
-        lambda: [write("images-idx3-ubyte", b"\x89PNG"), write("labels-idx1-ubyte", idx(SHOWN))],
+        lambda: [write("images-idx3-ubyte", b"\x89PNG"), write("labels-idx1-ubyte", idx(IMAGE_LABELS))],
         "images-idx3-ubyte",
         "not an idx file: it starts with the bytes 89 50 4e 47",
     ),
     (
-        lambda: [write("images-idx3-ubyte", idx(PICTURES)), write("labels-idx1-ubyte", idx(SHOWN[:-1]))],
+        lambda: [write("images-idx3-ubyte", idx(PICTURES)), write("labels-idx1-ubyte", idx(IMAGE_LABELS[:-1]))],
         "images-idx3-ubyte",
         "12 images, but 11 labels",
     ),
     (
-        lambda: [write("images-idx3-ubyte", idx(PICTURES[:0])), write("labels-idx1-ubyte", idx(SHOWN[:0]))],
+        lambda: [write("images-idx3-ubyte", idx(PICTURES[:0])), write("labels-idx1-ubyte", idx(IMAGE_LABELS[:0]))],
         "images-idx3-ubyte",
         "uint8 of shape 0 x 6 x 5",
     ),
     (
         lambda: [
             write("images-idx3-ubyte.gz", gzip.compress(idx(PICTURES))[:-9]),
-            write("labels-idx1-ubyte", idx(SHOWN)),
+            write("labels-idx1-ubyte", idx(IMAGE_LABELS)),
         ],
         "images-idx3-ubyte.gz",
         "damaged gzip",
     ),
-    (lambda: npz(x_train=PICTURES, y_train=SHOWN, cut=300), "a.npz", "cannot read a.npz as .npz"),
+    (lambda: npz(x_train=PICTURES, y_train=IMAGE_LABELS, cut=300), "a.npz", "cannot read a.npz as .npz"),
     (lambda: write("a.npz", ""), "a.npz", "cannot read a.npz as .npz"),
     (lambda: npz(x_train=PICTURES), "a.npz", "has x_train, but no labels .. y_train"),
     (lambda: npz(pixels=PICTURES), "a.npz", "holds pixels .. x_train and y_train"),
-    (lambda: npz(x_test=PICTURES, y_test=SHOWN), "a.npz", "has no train split"),
-    (lambda: npz(x=PICTURES, y=SHOWN / 2), "a.npz", "labels .. float64 .. integer"),
-    (lambda: npz(x=np.full((12, 6, 5), np.nan), y=SHOWN), "a.npz", "image .. NaN or inf"),
+    (lambda: npz(x_test=PICTURES, y_test=IMAGE_LABELS), "a.npz", "has no train split"),
+    (lambda: npz(x=PICTURES, y=IMAGE_LABELS / 2), "a.npz", "labels .. float64 .. integer"),
+    (lambda: npz(x=np.full((12, 6, 5), np.nan), y=IMAGE_LABELS), "a.npz", "image .. NaN or inf"),
     (
-        lambda: npz(x=PICTURES, y=SHOWN, x_test=PICTURES[:, :4], y_test=SHOWN),
+        lambda: npz(x=PICTURES, y=IMAGE_LABELS, x_test=PICTURES[:, :4], y_test=IMAGE_LABELS),
         "a.npz",
         "4 x 5 x 1 .. 6 x 5 x 1 .. one size",
     ),
@@ -277,12 +281,16 @@ BAD: list[tuple[Callable[[], object], Callable[[], object] | str, str]] = [
     (lambda: [picture(f"b/x/{n}.png") for n in range(9)], "b", "all 9 labels are 'x' .. two classes"),
     (lambda: os.mkdir("b"), "images:b", "b has no images"),
     (
-        lambda: npz(x=PICTURES, y=SHOWN),
+        lambda: npz(x=PICTURES, y=IMAGE_LABELS),
         lambda: open_data("a.npz", {"labels": "a.npz"}),
         "not for a.npz .. leave it out",
     ),
     (lambda: picture("b/test/x/0.png"), "b", "b has test, but nothing named train"),
-    (lambda: npz(x=PICTURES, y=SHOWN), lambda: open_data("a.npz", {"size": [3, 3]}), "size=(3, 3) .. leave it out"),
+    (
+        lambda: npz(x=PICTURES, y=IMAGE_LABELS),
+        lambda: open_data("a.npz", {"size": [3, 3]}),
+        "size=(3, 3) .. leave it out",
+    ),
     # frames
     (
         lambda: frames("u0\ta", "u1\tb", "u2\ta", broken=float("nan")),
@@ -326,13 +334,13 @@ def test_one_line_gives_problem_place_and_remedy(
     before = {path: path.stat().st_size for path in tmp_path.rglob("*")}
     with pytest.raises((hw.SpecError, ValueError)) as caught:
         open_data(ask) if isinstance(ask, str) else ask()
-    told = str(caught.value)
-    assert "\n" not in told
+    message = str(caught.value)
+    assert "\n" not in message
     at = 0
     for word in words.split(" .. "):
-        assert word in told[at:], told
-        at = told.index(word, at) + len(word)
-    assert ";" in told, "no remedy"
+        assert word in message[at:], message
+        at = message.index(word, at) + len(word)
+    assert ";" in message, "no remedy"
     assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == before
 
 

@@ -30,12 +30,12 @@ def path(tmp_path: Path) -> str:
     return str(file)
 
 
-def texts(path: str, **said) -> list[TextTask]:
+def texts(path: str, **options) -> list[TextTask]:
     """The text cut into bytes, characters and learnt pieces."""
-    return [TextTask(path, tokens=tokens, vocab=300, length=13, **said) for tokens in ("bytes", "chars", "bpe")]
+    return [TextTask(path, tokens=tokens, vocab=300, length=13, **options) for tokens in ("bytes", "chars", "bpe")]
 
 
-def asked(task: Task, split: str) -> list[int]:
+def labels_of(task: Task, split: str) -> list[int]:
     """Every label that a split asks for, in its order; small batches ask for the same."""
     some = range(task.batches(5, split) or 0)
     parts = [batch.labels[batch.labels != IGNORE_INDEX] for batch in (task.batch(n, 5, split) for n in some)]
@@ -48,7 +48,7 @@ def asked(task: Task, split: str) -> list[int]:
 def test_held_out_parts_end_the_text_and_each_byte_is_predicted_once(path: str):
     raw = TEXT.encode()
     for task in texts(path, valid=0.2, test=0.1):
-        valid, test = (task.text(asked(task, split)).encode() for split in ("valid", "test"))
+        valid, test = (task.text(labels_of(task, split)).encode() for split in ("valid", "test"))
         assert raw.endswith(valid + test)
         assert abs(len(valid) - 0.2 * len(raw)) < 5
         assert abs(len(test) - 0.1 * len(raw)) < 5
@@ -66,10 +66,10 @@ def test_training_never_sees_held_out_text(tmp_path: Path):
     raw = bytes(range(1, 101))
     (tmp_path / "a.txt").write_bytes(raw)
     task = TextTask(str(tmp_path / "a.txt"), length=7, valid=0.2, test=0.1)
-    seen = {int(one) for n in range(40) for one in task.batch(n, 9).labels.flatten()}
-    assert seen == set(range(2, 71))  # every place but the first, to the last of seventy
-    assert asked(task, "valid") == list(range(71, 91))
-    assert asked(task, "test") == list(range(91, 101))
+    recorded = {int(one) for n in range(40) for one in task.batch(n, 9).labels.flatten()}
+    assert recorded == set(range(2, 71))  # every place but the first, to the last of seventy
+    assert labels_of(task, "valid") == list(range(71, 91))
+    assert labels_of(task, "test") == list(range(91, 101))
     assert task.batch(0, 5, "valid").x[0, 0] == 70  # the first is asked with the one before it in view
 
 
@@ -100,8 +100,8 @@ def test_pieces_are_learnt_from_the_part_to_train_on_alone(tmp_path: Path):
     task = TextTask(str(file), tokens="bpe", vocab=300, valid=0.05, test=0.02)
     assert len(task.ids(" word")) == 1
     assert len(task.ids("zzqzzq")) == 6
-    held = TextTask(str(file), tokens="bpe", vocab=300, valid=0.002, test=0.002)
-    assert len(held.ids("zzqzzq")) < 6  # where training has it, it is learnt
+    text_task = TextTask(str(file), tokens="bpe", vocab=300, valid=0.002, test=0.002)
+    assert len(text_task.ids("zzqzzq")) < 6  # where training has it, it is learnt
 
 
 def test_bits_for_each_byte_by_hand(path: str):
@@ -113,16 +113,16 @@ def test_bits_for_each_byte_by_hand(path: str):
             batch = task.batch(n, 5, "valid")
             logits = torch.randn(*batch.x.shape, size)
             tallies.append(task.measure(logits, batch))
-            for row, wanted in zip(
+            for row, expected in zip(
                 logits.double().flatten(0, 1).tolist(), batch.labels.flatten().tolist(), strict=True
             ):
-                if wanted != IGNORE_INDEX:
-                    total += math.log2(sum(math.exp(one) for one in row)) - row[wanted] / math.log(2)
-        held = TEXT.encode()[-sum(tally["bits_per_byte"][1] for tally in tallies) :]
-        assert held.decode() == task.text(asked(task, "valid"))  # so many bytes were counted as the part has
+                if expected != IGNORE_INDEX:
+                    total += math.log2(sum(math.exp(one) for one in row)) - row[expected] / math.log(2)
+        tensors = TEXT.encode()[-sum(tally["bits_per_byte"][1] for tally in tallies) :]
+        assert tensors.decode() == task.text(labels_of(task, "valid"))  # so many bytes were counted as the part has
         assert sum(tally["bits_per_byte"][0] for tally in tallies) == pytest.approx(total, rel=1e-6)
         assert sum(tally["nats"][0] for tally in tallies) == pytest.approx(total * math.log(2), rel=1e-6)
-        assert sum(tally["nats"][1] for tally in tallies) == len(asked(task, "valid"))
+        assert sum(tally["nats"][1] for tally in tallies) == len(labels_of(task, "valid"))
 
 
 def test_chance_is_the_score_of_equal_logits(path: str):
@@ -174,7 +174,7 @@ def test_a_folder_is_its_files_by_name(tmp_path: Path):
         (tmp_path / name).write_text(text * 20)
     raw = ("one\n" * 20 + "two\n" * 20 + "three\n" * 20).encode()
     task = TextTask(str(tmp_path), length=5, valid=0.5, test=0.4)
-    assert task.text(asked(task, "valid") + asked(task, "test")).encode() == raw[28:]
+    assert task.text(labels_of(task, "valid") + labels_of(task, "test")).encode() == raw[28:]
 
 
 def test_a_compressed_text_is_the_text(path: str, tmp_path: Path):
@@ -186,8 +186,8 @@ def test_a_compressed_text_is_the_text(path: str, tmp_path: Path):
 def test_line_ends_stay_as_they_are(tmp_path: Path):
     (file := tmp_path / "a.txt").write_bytes(b"one\r\ntwo\n\xef\xbb\xbfthree\r" * 20)
     task = TextTask(str(file), length=5, valid=0.5, test=0.1)
-    assert task.text(asked(task, "valid")).encode() in file.read_bytes()
-    assert "\r\n" in task.text(asked(task, "valid"))
+    assert task.text(labels_of(task, "valid")).encode() in file.read_bytes()
+    assert "\r\n" in task.text(labels_of(task, "valid"))
 
 
 def test_the_standard_library_is_text_on_every_machine():
@@ -200,25 +200,25 @@ def test_the_standard_library_is_text_on_every_machine():
 
 
 def test_a_tokenizer_from_elsewhere_is_used_as_it_is(path: str, tmp_path: Path):
-    made = TextTask(path, tokens="bpe", vocab=300)
-    (tmp_path / "tokenizer.json").write_text(made.tokenizer or "")
+    text_task = TextTask(path, tokens="bpe", vocab=300)
+    (tmp_path / "tokenizer.json").write_text(text_task.tokenizer or "")
     again = TextTask(path, tokens=str(tmp_path / "tokenizer.json"))
-    assert again.ids(TEXT) == made.ids(TEXT)
-    assert again.chance == made.chance
-    held = json.loads(made.tokenizer or "")
-    held["normalizer"] = {"type": "Replace", "pattern": {"String": "low"}, "content": ""}
-    held["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    (tmp_path / "other.json").write_text(json.dumps(held))
+    assert again.ids(TEXT) == text_task.ids(TEXT)
+    assert again.chance == text_task.chance
+    data = json.loads(text_task.tokenizer or "")
+    data["normalizer"] = {"type": "Replace", "pattern": {"String": "low"}, "content": ""}
+    data["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "other.json").write_text(json.dumps(data))
     other = TextTask(path, tokens=str(tmp_path / "other.json"))
     assert other.text(other.ids("the lowest lower")) == "the est er"  # all of it, whatever its document cuts
     assert set(other.chance) == {"nats"}  # its tokens do not say how many bytes of the text they stand for
 
 
 def test_marks_of_a_vocabulary_that_stand_in_a_text_are_text(path: str, tmp_path: Path):
-    held = json.loads(TextTask(path, tokens="bpe", vocab=300).tokenizer or "")
-    held["added_tokens"] = [{"id": 300, "content": "<s>", "special": True, "single_word": False, "lstrip": False}]
-    held["added_tokens"][0] |= {"rstrip": False, "normalized": False}
-    (tmp_path / "t.json").write_text(json.dumps(held))
+    data = json.loads(TextTask(path, tokens="bpe", vocab=300).tokenizer or "")
+    data["added_tokens"] = [{"id": 300, "content": "<s>", "special": True, "single_word": False, "lstrip": False}]
+    data["added_tokens"][0] |= {"rstrip": False, "normalized": False}
+    (tmp_path / "t.json").write_text(json.dumps(data))
     task = TextTask(path, tokens=str(tmp_path / "t.json"))
     assert 300 not in task.ids("a <s> b")
     assert task.text(task.ids("a <s> b")) == "a <s> b"
@@ -237,9 +237,9 @@ def test_no_character_is_cut_in_two(tmp_path: Path, valid: float):
         (file := tmp_path / f"{count}.txt").write_text("你" * count)
         for tokens in ("bytes", "bpe"):
             task = TextTask(str(file), tokens=tokens, vocab=258, length=5, valid=valid, test=0.0)
-            held = task.text(asked(task, "valid"))
-            assert set(held) == {"你"}
-            assert abs(len(held) - valid * count) <= 1
+            example = task.text(labels_of(task, "valid"))
+            assert set(example) == {"你"}
+            assert abs(len(example) - valid * count) <= 1
 
 
 def test_a_plain_file_of_bytes_stays_on_disk(path: str):

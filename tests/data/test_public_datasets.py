@@ -25,7 +25,7 @@ def folder(shared: Path, name: str) -> Path:
     return found
 
 
-def asked(task: Task, split: str) -> list[int]:
+def labels_of(task: Task, split: str) -> list[int]:
     """Every label of a split, in its order."""
     return [int(one) for one in task.batch(0, 99_999, split).labels.flatten() if one != IGNORE_INDEX]
 
@@ -37,7 +37,7 @@ def test_tiny_shakespeare_is_split_as_nanogpt_splits_it(shared: Path):
     alphabet = sorted(set(text))  # its prepare.py
     assert task.data.size == len(alphabet) == 65
     assert task.ids(text[:1000]) == [alphabet.index(char) for char in text[:1000]]
-    valid = asked(task, "valid")
+    valid = labels_of(task, "valid")
     assert (len(text) - len(valid), len(valid)) == (1_003_854, 111_540)
     assert task.text(valid) == text[1_003_854:]
     batch = task.batch(0, 64, "valid")
@@ -64,8 +64,8 @@ def test_multi30k_keeps_its_own_splits(shared: Path):
     files = {
         split: [path / f"{split}.{end}.gz" for end in ("de", "en")] for split in ("train", "val", "test_2016_flickr")
     }
-    said = {split: tuple(map(str, both)) for split, both in files.items()}
-    task = open_data(",".join(said["train"]), {"valid": said["val"], "test": said["test_2016_flickr"]})
+    values = {split: tuple(map(str, both)) for split, both in files.items()}
+    task = open_data(",".join(values["train"]), {"valid": values["val"], "test": values["test_2016_flickr"]})
     assert task.data.sizes == {"train": 28_999, "valid": 1_014, "test": 1_000}
     assert task.notes == ("1 of 29000 pairs are not trained on because their sources are held out",)
     lines = [gzip.decompress(file.read_bytes()).decode().split("\n")[:-1] for file in files["test_2016_flickr"]]

@@ -63,10 +63,10 @@ def as_tuples(value):
 
 def digest(batch: Batch) -> str:
     gold = [one.tolist() if isinstance(one, torch.Tensor) else as_tuples(one) for one in batch.gold]
-    told = hashlib.sha256(repr(gold).encode())
+    result = hashlib.sha256(repr(gold).encode())
     for tensor in tensors(batch):
-        told.update(repr((tuple(tensor.shape), tensor.tolist())).encode())
-    return told.hexdigest()[:8]
+        result.update(repr((tuple(tensor.shape), tensor.tolist())).encode())
+    return result.hexdigest()[:8]
 
 
 def rows(batch: Batch) -> list[tuple]:
@@ -75,11 +75,11 @@ def rows(batch: Batch) -> list[tuple]:
     out = []
     for n in range(len(batch.x)):
         labels = batch.labels[n][live[n]] if batch.labels.dim() == 2 else batch.labels[n]
-        told = [batch.x[n][live[n]].tolist(), labels.tolist()]
+        result = [batch.x[n][live[n]].tolist(), labels.tolist()]
         if batch.source is not None:
             here = slice(None) if batch.source_tokens is None else batch.source_tokens.is_real[n]
-            told.append(batch.source[n][here].tolist())
-        out.append(str(told))
+            result.append(batch.source[n][here].tolist())
+        out.append(str(result))
     return out
 
 
@@ -138,10 +138,10 @@ def test_streams_do_not_repeat_nor_meet():
 
 
 def test_marks_see_order_and_length_but_not_padding():
-    told = np.array([[3, 1, -1, -1], [1, 3, -1, -1], [3, 1, 0, -1], [3, 1, -1, -1]])
-    first, other, longer, same = hash_rows(told).tolist()
+    result = np.array([[3, 1, -1, -1], [1, 3, -1, -1], [3, 1, 0, -1], [3, 1, -1, -1]])
+    first, other, longer, same = hash_rows(result).tolist()
     assert len({first, other, longer}) == 3
-    assert first == same == int(hash_rows(told[:1, :2])[0])
+    assert first == same == int(hash_rows(result[:1, :2])[0])
     share = np.bincount(assign_splits(np.arange(80_000)[:, None]), minlength=3) / 80_000
     assert np.abs(share - [6 / 8, 1 / 8, 1 / 8]).max() < 0.006
 
@@ -170,12 +170,12 @@ def test_generated_data_is_unchanged(name: str):
 
 def test_splits_share_no_example(small: Task):
     """Nor do those of another seed."""
-    seen: dict[str, str] = {}
+    recorded: dict[str, str] = {}
     for split in SPLITS:
         for one in (small, replace(small, seed=5)):
             for row in rows(one.batch(0, 150, split)):
-                assert seen.setdefault(row, split) == split
-    assert len(seen) > 400
+                assert recorded.setdefault(row, split) == split
+    assert len(recorded) > 400
 
 
 def test_small_tasks_use_all_that_there_is():
@@ -197,27 +197,27 @@ def test_chance_is_the_score_of_guessing(small: Task):
     first, stop = answers or (0, round(1 / small.chance["accuracy"]))
     logits = torch.full((*batch.labels.shape, stop), -1.0)
     logits[..., first:] = torch.rand(logits[..., first:].shape, generator=torch.Generator().manual_seed(0))
-    told = dict(small.measure(logits, batch))
-    for name in {"accuracy", "exact_match"} & set(small.chance) & set(told):
-        total, count = told[name]
+    result = dict(small.measure(logits, batch))
+    for name in {"accuracy", "exact_match"} & set(small.chance) & set(result):
+        total, count = result[name]
         chance = small.chance[name]
         assert abs(total / count - chance) < 4 * (chance * (1 - chance) / count) ** 0.5 + 1e-12, name
 
 
 def test_right_answers_score_one_and_wrong_answers_zero(small: Task):
     batch = small.batch(2, 9)
-    wanted = batch.labels.clamp(min=0)
-    logits = torch.nn.functional.one_hot(wanted, small.model().heads[0].outputs).float()
+    expected = batch.labels.clamp(min=0)
+    logits = torch.nn.functional.one_hot(expected, small.model().heads[0].outputs).float()
     for sign, mark in ((1, 1.0), (-1, 0.0)):
-        told = dict(small.measure(sign * logits, batch))
+        result = dict(small.measure(sign * logits, batch))
         assert all(
-            total == mark * count for name, (total, count) in told.items() if name[0] in "ae" and name[:3] != "exc"
+            total == mark * count for name, (total, count) in result.items() if name[0] in "ae" and name[:3] != "exc"
         )
-        assert all(count > 0 for _, count in told.values())
-    parts = [(name, told[name][1]) for name in told if name.startswith("accuracy@")]
+        assert all(count > 0 for _, count in result.values())
+    parts = [(name, result[name][1]) for name in result if name.startswith("accuracy@")]
     kinds = {re.split("[<>=]", name)[0] for name, _ in parts}
     for kind in kinds:  # the slices of one kind divide what is asked
-        assert sum(count for name, count in parts if name.startswith(kind)) == told["accuracy"][1]
+        assert sum(count for name, count in parts if name.startswith(kind)) == result["accuracy"][1]
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -241,7 +241,7 @@ def test_default_models_fit_their_tasks(name: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "words"),
+    ("name", "options", "words"),
     [
         ("recall", {"pairs": 17, "length": 64}, "use pairs=16 or less, or length=68"),
         ("recall", {"pairs": 11, "length": 64, "passes": 2}, "use pairs=10 or less, or length=66"),
@@ -297,15 +297,15 @@ def test_default_models_fit_their_tasks(name: str):
         ("dats", {}, "did you mean 'dates'?"),
     ],
 )
-def test_invalid_arguments_are_refused(name: str, said: dict, words: str):
+def test_invalid_arguments_are_refused(name: str, options: dict, words: str):
     with pytest.raises(hw.SpecError) as error:
-        make_task(name, **said)
+        make_task(name, **options)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("args", "words"),
     [
         ((0, 8, "training"), "did you mean 'train'?"),
         ((-1, 8), "use 0 or more"),
@@ -315,9 +315,9 @@ def test_invalid_arguments_are_refused(name: str, said: dict, words: str):
         ((2**62, 8), "use a smaller index"),
     ],
 )
-def test_batches_that_cannot_be_are_refused(asked: tuple, words: str):
+def test_batches_that_cannot_be_are_refused(args: tuple, words: str):
     with pytest.raises(hw.SpecError, match=words.replace("?", r"\?")):
-        SMALL["copy"].batch(*asked)
+        SMALL["copy"].batch(*args)
 
 
 def test_far_batches_are_as_near_ones():
@@ -328,8 +328,8 @@ def test_far_batches_are_as_near_ones():
 
 
 def test_slices_by_powers_of_two_cover_all_values():
-    told = slice_by_power_of_two("t", torch.arange(1, 10))
-    assert {name: where.nonzero().flatten().add(1).tolist() for name, where in told.items()} == {
+    result = slice_by_power_of_two("t", torch.arange(1, 10))
+    assert {name: where.nonzero().flatten().add(1).tolist() for name, where in result.items()} == {
         "t<=1": [1],
         "t<=2": [2],
         "t<=4": [3, 4],

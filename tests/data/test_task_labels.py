@@ -31,7 +31,7 @@ def live_of(batch: Batch) -> torch.Tensor:
     return torch.ones_like(batch.x, dtype=torch.bool) if batch.tokens is None else batch.tokens.is_real
 
 
-def asked(labels: list[int]) -> list[int]:
+def labelled_columns(labels: list[int]) -> list[int]:
     return [t for t, label in enumerate(labels) if label != IGNORE_INDEX]
 
 
@@ -50,7 +50,7 @@ def test_recall_wants_the_value_of_each_key(filler: str, passes: int):
     found = Counter()
     batch = one.batch(0, 200)
     for (x, labels), gold in zip(examples(one), batch.gold, strict=True):
-        places = asked(labels)
+        places = labelled_columns(labels)
         pairs = len(places)
         found[(len(x), pairs)] += 1
         assert (gold.pairs, gold.length) == (pairs, len(x))
@@ -99,7 +99,7 @@ def test_recall_fills_with_any_token():
 @pytest.mark.parametrize("kind", ["induction", "selective"])
 def test_copy_wants_the_block_again(kind: str):
     one = make_task("copy", kind=kind, symbols=7, block=(5, 9), gap=(0, 4))
-    batch, shapes, apart = one.batch(0, 200), Counter(), 0
+    batch, shapes, separate = one.batch(0, 200), Counter(), 0
     for (x, labels), gold in zip(examples(one), batch.gold, strict=True):
         mark = x.index(1)
         places = [t for t in range(1, mark) if x[t] != 0]
@@ -111,20 +111,20 @@ def test_copy_wants_the_block_again(kind: str):
         assert labels == [IGNORE_INDEX] * mark + block
         assert x[mark + 1 :] == block[:-1]
         assert gold.links == tuple(zip(places, range(mark, len(x)), strict=True))
-        apart += places != list(range(1, 1 + len(block)))
+        separate += places != list(range(1, 1 + len(block)))
     assert set(shapes) == set(product((5, 9), (0, 4)))
-    assert bool(apart) == (kind == "selective")
+    assert bool(separate) == (kind == "selective")
 
 
 def test_copy_reports_its_distance():
     one = make_task("copy", symbols=7, block=(5, 9), gap=(0, 20))
     batch = one.batch(0, 50)
     logits = torch.zeros(*batch.labels.shape, 10)
-    told = one.measure(logits, batch)
+    metrics = one.measure(logits, batch)
     expected = Counter()
     for gold in batch.gold:
         expected[next(f"accuracy@distance<={b}" for b in (8, 16, 32) if gold.block + gold.gap <= b)] += gold.block
-    assert {name: count for name, (_, count) in told.items() if "distance" in name} == expected
+    assert {name: count for name, (_, count) in metrics.items() if "distance" in name} == expected
 
 
 def test_copy_by_rows_is_all_or_nothing():
@@ -132,9 +132,9 @@ def test_copy_by_rows_is_all_or_nothing():
     batch = one.batch(0, 4)
     logits = torch.nn.functional.one_hot(batch.labels.clamp(min=0), 10).float()
     logits[2, -1] = 0  # one symbol of the third row is wrong
-    told = one.measure(logits, batch)
-    assert told["accuracy"] == (19, 20)
-    assert told["exact_match"] == told["exact_match@block=5"] == (3, 4)
+    metrics = one.measure(logits, batch)
+    assert metrics["accuracy"] == (19, 20)
+    assert metrics["exact_match"] == metrics["exact_match@block=5"] == (3, 4)
 
 
 # --- markov --------------------------------------------------------------------------------------------
@@ -166,15 +166,15 @@ def test_markov_measures_nats_above_the_best_guess():
     batch = one.batch(0, 300, "valid")
     best = torch.stack(list(batch.gold))
     best = torch.cat([best[:, :1], best], 1)  # of the place before all symbols nothing is asked
-    told = one.measure(best.log() + 5, batch)  # logits may be shifted
-    assert told["nats"][1] == 300 * 23
+    metrics = one.measure(best.log() + 5, batch)  # logits may be shifted
+    assert metrics["nats"][1] == 300 * 23
     more = torch.cat([best.log(), torch.zeros(300, 24, 1)], 2)  # half of all belief for what never comes
     assert one.measure(more, batch)["excess"][0] == pytest.approx(300 * 23 * log(2))
-    assert abs(told["excess"][0]) < 1e-9
+    assert abs(metrics["excess"][0]) < 1e-9
     uniform = one.measure(torch.zeros_like(best), batch)
     assert uniform["nats"][0] / uniform["nats"][1] == pytest.approx(log(3))
     # The excess is the mean of what a guess costs more, so both agree within the error of the latter.
-    more = (uniform["nats"][0] - told["nats"][0]) / told["nats"][1]
+    more = (uniform["nats"][0] - metrics["nats"][0]) / metrics["nats"][1]
     assert uniform["excess"][0] / uniform["excess"][1] == pytest.approx(more, abs=0.03)
     again = make_task("markov", symbols=3, length=23)
     assert again.chance["excess"] == pytest.approx(uniform["excess"][0] / uniform["excess"][1], abs=0.01)
@@ -234,23 +234,23 @@ def test_lookup2_answers_follow_from_the_facts():
         words = one.text(x).split()
         facts = {(words[t], words[t + 1]): words[t + 2] for t in range(0, 36, 3)}
         assert set(facts) == set(product([f"E{n}" for n in range(4)], [f"a{n}" for n in range(3)]))
-        wanted, said = {}, []
+        expected, recorded = {}, []
         for t in range(36, len(words), 4):
             mark, entity, second, value = words[t : t + 4]
             if mark == "?":
-                assert entity not in wanted
-                wanted[entity] = second
+                assert entity not in expected
+                expected[entity] = second
                 assert value == facts[entity, second]
             else:
                 assert mark == "="
                 assert entity != second
-                assert value == facts[entity, wanted[second]]
+                assert value == facts[entity, expected[second]]
                 others[entity, second] += 1
-            said.append(t + 2)
-        assert len(said) == 7
-        assert asked(labels) == said
-        assert all(labels[t] == x[t + 1] for t in said)
-        assert [t for _, t in gold.direct + gold.composed] == said
+            recorded.append(t + 2)
+        assert len(recorded) == 7
+        assert labelled_columns(labels) == recorded
+        assert all(labels[t] == x[t + 1] for t in recorded)
+        assert [t for _, t in gold.direct + gold.composed] == recorded
         assert all(words[s] == words[t + 1] and s < 36 for s, t in gold.direct + gold.composed)
         for (s, t), (fact, _) in zip(gold.hops, gold.composed, strict=True):
             assert words[s - 1] == words[t]  # the other entity was asked
@@ -264,8 +264,8 @@ def test_lookup2_distinguishes_its_questions():
     batch = one.batch(0, 5)
     logits = torch.nn.functional.one_hot(batch.labels.clamp(min=0), one.model().heads[0].outputs).float()
     logits[:, [t for _, t in batch.gold[0].composed]] = 0
-    told = one.measure(logits, batch)
-    assert (told["accuracy"], told["accuracy@query=direct"], told["accuracy@query=composed"]) == (
+    metrics = one.measure(logits, batch)
+    assert (metrics["accuracy"], metrics["accuracy@query=direct"], metrics["accuracy@query=composed"]) == (
         (15, 35),
         (15, 15),
         (0, 20),

@@ -28,8 +28,8 @@ def path(tmp_path: Path) -> str:
     return str(file)
 
 
-def made(path: str, form: str = "bucketed", **said) -> ParallelTextTask:
-    return ParallelTextTask(path, form=form, vocab=300, longest=60, **said)
+def make_task(path: str, form: str = "bucketed", **options) -> ParallelTextTask:
+    return ParallelTextTask(path, form=form, vocab=300, longest=60, **options)
 
 
 def rows(task: ParallelTextTask, batch: Batch) -> Iterator[tuple[str, str, str]]:
@@ -57,12 +57,12 @@ def swept(task: ParallelTextTask, split: str, size: int, first: int = 0) -> list
 
 @pytest.mark.parametrize("form", FORMS)
 def test_sentences_stay_beside_their_translation_and_an_epoch_has_each_once(path: str, form: str):
-    task = made(path, form)
+    task = make_task(path, form)
     size = {"bucketed": 7, "budget": 150, "packed": 5}[form]
     by_split = {}
     for split in ("train", "valid", "test"):
         found = [row for batch in swept(task, split, size) for row in rows(task, batch)]
-        assert all(target == asked == source.upper()[::-1] for source, target, asked in found)
+        assert all(target == request == source.upper()[::-1] for source, target, request in found)
         assert len(found) == len(set(found)) == task.data.sizes[split]
         by_split[split] = {source for source, _, _ in found}
     assert set().union(*by_split.values()) == set(SOURCES)
@@ -71,29 +71,29 @@ def test_sentences_stay_beside_their_translation_and_an_epoch_has_each_once(path
 
 @pytest.mark.parametrize("form", FORMS)
 def test_epochs_differ_in_order_and_batches_follow_from_their_numbers(path: str, form: str):
-    task, size = made(path, form), {"bucketed": 7, "budget": 150, "packed": 5}[form]
+    task, size = make_task(path, form), {"bucketed": 7, "budget": 150, "packed": 5}[form]
     first, second = ([list(rows(task, batch)) for batch in swept(task, "train", size, epoch)] for epoch in (0, 1))
     assert Counter(row for batch in first for row in batch) == Counter(row for batch in second for row in batch)
     assert first != second
     assert {frozenset(batch) for batch in first} != {frozenset(batch) for batch in second}  # other neighbours, too
-    alone = made(path, form)
+    alone = make_task(path, form)
     alone.data._plans.clear()
     assert list(rows(alone, alone.batch(len(first) + 2, size))) == second[2]  # with nothing asked before
-    other = made(path, form, seed=1)
+    other = make_task(path, form, seed=1)
     assert [list(rows(other, batch)) for batch in swept(other, "train", size)] != first
-    held = (swept(one, "valid", size)[0].x for one in (task, other))
-    assert torch.equal(*held)  # no seed moves what is held out
+    tensors = (swept(one, "valid", size)[0].x for one in (task, other))
+    assert torch.equal(*tensors)  # no seed moves what is held out
 
 
 def test_padding_is_marked_and_has_no_labels(path: str):
-    batch = made(path).batch(0, 7)
+    batch = make_task(path).batch(0, 7)
     assert ((batch.labels == IGNORE_INDEX) == (batch.tokens.segment < 0)).all()
     for row, at in zip(batch.tokens.position, batch.tokens.is_real, strict=True):
         assert row[at].tolist() == list(range(int(at.sum())))
 
 
 def test_neighbours_in_a_batch_are_of_about_one_length(path: str):
-    task = made(path)
+    task = make_task(path)
     widths = [batch.tokens.is_real.sum(1) for batch in swept(task, "train", 7)]
     spread = sum(float((width.max() - width).sum()) for width in widths)
     every = torch.cat(widths)
@@ -135,7 +135,7 @@ def test_sources_that_are_nearly_alike_stay_in_one_split(tmp_path: Path):
     ]
     random.Random(0).shuffle(lines)
     (file := tmp_path / "a.tsv").write_text("".join(lines))
-    task = made(str(file), valid=0.25, test=0.25)
+    task = make_task(str(file), valid=0.25, test=0.25)
     keys = {split: {normalise_sentence(pair.source) for pair in pairs} for split, pairs in task.data.pairs.items()}
     assert [len(keys[split]) for split in ("train", "valid", "test")] == [12, 6, 6]
     assert sum(map(len, keys.values())) == len(set().union(*keys.values())) == len(words)
@@ -145,7 +145,7 @@ def test_sources_that_are_nearly_alike_stay_in_one_split(tmp_path: Path):
 def test_a_split_does_not_depend_on_the_order_of_lines(path: str, tmp_path: Path):
     lines = Path(path).read_text().splitlines(keepends=True)
     (file := tmp_path / "b.tsv").write_text("".join(reversed(lines)))
-    first, second = (made(one).data.pairs for one in (path, str(file)))
+    first, second = (make_task(one).data.pairs for one in (path, str(file)))
     assert {split: set(pairs) for split, pairs in first.items()} == {
         split: set(pairs) for split, pairs in second.items()
     }
@@ -167,26 +167,26 @@ def test_separate_files_and_counts_of_skipped_pairs(tmp_path: Path):
         (tmp_path / f"train.{end}.gz").write_bytes(gzip.compress("\r\n".join(words).encode()))
         (tmp_path / f"val.{end}").write_text(f"{words[10].upper()}!\nneu\n")
         (tmp_path / f"test.{end}").write_text(f"{words[11]}\n")
-    said = {split: tuple(str(tmp_path / f"{split}.{end}") for end in ("de", "en")) for split in ("val", "test")}
+    values = {split: tuple(str(tmp_path / f"{split}.{end}") for end in ("de", "en")) for split in ("val", "test")}
     train = tuple(str(tmp_path / f"train.{end}.gz") for end in ("de", "en"))
-    task = ParallelTextTask(train, valid=said["val"], test=said["test"], vocab=300, longest=40)
+    task = ParallelTextTask(train, valid=values["val"], test=values["test"], vocab=300, longest=40)
     assert task.data.sizes == {"train": 40 - 2 - 2 - 1, "valid": 2, "test": 1}
     assert [pair.source for pair in task.data.pairs["valid"]] == ["WORT 10!", "neu"]
-    told = " ".join(task.notes)
-    assert [f"{n} of" in told for n in (2, 2, 1)] == [True] * 3
-    assert "2 of 40 pairs are left out because a side is empty" in told
-    assert "2 of 38 pairs are not trained on because their sources are held out" in told
-    assert "1 of 36 pairs are not trained on because a side has more than longest=40 tokens" in told
-    kept = {pair.source for pair in task.data.pairs["train"]}
-    assert not kept & {"wort 10", "wort 11", "wort 7", "wort 5", ""}
+    text = " ".join(task.notes)
+    assert [f"{n} of" in text for n in (2, 2, 1)] == [True] * 3
+    assert "2 of 40 pairs are left out because a side is empty" in text
+    assert "2 of 38 pairs are not trained on because their sources are held out" in text
+    assert "1 of 36 pairs are not trained on because a side has more than longest=40 tokens" in text
+    keep = {pair.source for pair in task.data.pairs["train"]}
+    assert not keep & {"wort 10", "wort 11", "wort 7", "wort 5", ""}
 
 
 def test_pieces_are_learnt_from_pairs_to_train_on(path: str, tmp_path: Path):
-    (held := tmp_path / "valid.tsv").write_text("zzqzzq zzqzzq zzqzzq\tqzz\n" * 3)
-    task = made(path, valid=str(held), test=0.0)
+    (stored := tmp_path / "valid.tsv").write_text("zzqzzq zzqzzq zzqzzq\tqzz\n" * 3)
+    task = make_task(path, valid=str(stored), test=0.0)
     assert len(task.ids("zzqzzq")) == 6
     assert len(task.ids(" SESUOH")) < 7
-    parted = made(path, vocabularies="separate")
+    parted = make_task(path, vocabularies="separate")
     source, target = parted.data.vocabularies
     assert len(source.encode([" houses"])[0]) == 1 < len(target.encode([" houses"])[0])
     assert parted.text(target.encode(["SESUOH"])[0].tolist()) == "SESUOH"
@@ -195,12 +195,12 @@ def test_pieces_are_learnt_from_pairs_to_train_on(path: str, tmp_path: Path):
 
 
 def test_columns_may_stand_anywhere(path: str):
-    task = made(path, columns=(2, 1))
+    task = make_task(path, columns=(2, 1))
     assert {pair for pairs in task.data.pairs.values() for pair in pairs} == set(zip(TARGETS, SOURCES, strict=True))
 
 
 def test_answers_are_scored_against_the_text_itself(path: str):
-    task = made(path, valid=0.2)
+    task = make_task(path, valid=0.2)
     batch = task.batch(0, 5, "valid")
     ids = [task.ids(reference) for reference in batch.gold]
     assert task.score(ids, batch) == {"exact_match": (5.0, 5)}
@@ -212,14 +212,14 @@ def test_answers_are_scored_against_the_text_itself(path: str):
     longest = max(len(task.ids(target)) for target in TARGETS)
     assert task.answers > longest
     with pytest.raises(ValueError, match="a batch that is not packed"):
-        task.score([[2]], made(path, "packed").batch(0, 1))
+        task.score([[2]], make_task(path, "packed").batch(0, 1))
 
 
 def test_scores_of_a_script_without_spaces_and_of_single_words():
-    wanted, told = ["一个男人在街上走路。", "他来了。"], ["一个男人在路上走路。", "他来了。"]
-    found = score_translations(told, wanted)
+    expected, result = ["一个男人在街上走路。", "他来了。"], ["一个男人在路上走路。", "他来了。"]
+    found = score_translations(result, expected)
     assert "tok:zh" in found.bleu_signature
-    assert found.bleu == score_translations(told, wanted, "zh").bleu
+    assert found.bleu == score_translations(result, expected, "zh").bleu
     assert "tok:char" in score_translations(["男の人が歩く"], ["男の人が歩いている"]).bleu_signature
     words = score_translations(["yes", "no"], ["yes", "yes"])
     assert words.bleu is None
@@ -227,22 +227,22 @@ def test_scores_of_a_script_without_spaces_and_of_single_words():
 
 
 def test_published_scores_are_those_of_sacrebleu(monkeypatch: pytest.MonkeyPatch):
-    told, wanted = ["the cat sat on a mat", "who is there"], ["the cat sat on the mat", "who is there?"]
-    found = score_translations(told, wanted)
+    result, expected = ["the cat sat on a mat", "who is there"], ["the cat sat on the mat", "who is there?"]
+    found = score_translations(result, expected)
     import sacrebleu
 
-    assert found.bleu == sacrebleu.corpus_bleu(told, [wanted]).score
-    assert found.chrf == sacrebleu.corpus_chrf(told, [wanted]).score
+    assert found.bleu == sacrebleu.corpus_bleu(result, [expected]).score
+    assert found.chrf == sacrebleu.corpus_chrf(result, [expected]).score
     assert "tok:13a" in found.bleu_signature
     assert "version:" in found.chrf_signature
     assert score_translations(["他来了。"], ["他走了。"], tokenize="zh").bleu_signature != found.bleu_signature
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
     with pytest.raises(hw.SpecError, match=r"pip install 'headwise\[mt\]'"):
-        score_translations(told, wanted)
+        score_translations(result, expected)
 
 
 def test_a_few_held_out_batches_have_short_and_long_sentences(path: str):
-    task = made(path, valid=0.5)
+    task = make_task(path, valid=0.5)
     longest = [int(task.batch(n, 3, "valid").tokens.is_real.sum(1).max()) for n in range(task.batches(3, "valid"))]
     assert longest != sorted(longest)
     assert max(longest[:4]) > 0.7 * max(longest)

@@ -39,17 +39,17 @@ def test_weights_that_grow_with_distance_go_wrong():
 
 
 def test_the_pages_fit_a_terminal_and_end_with_a_proof():
-    said: list[str] = []
-    demo.run_demo(said.append, said.append)
-    lines = "\n".join(said).splitlines()
+    recorded: list[str] = []
+    demo.run_demo(recorded.append, recorded.append)
+    lines = "\n".join(recorded).splitlines()
     assert max(map(len, lines)) <= 80
     assert any(line.startswith("float64") for line in lines)
 
 
 def test_the_data_equals_the_counts_of_the_library():
-    told = json.loads(json.dumps(demo.demo_data()))
-    assert told["counts"]["parameters"] == costs.count_parameters(demo.demo_spec())
-    exact = next(row for row in told["proof"] if row["dtype"] == "float64")
+    data = json.loads(json.dumps(demo.demo_data()))
+    assert data["counts"]["parameters"] == costs.count_parameters(demo.demo_spec())
+    exact = next(row for row in data["proof"] if row["dtype"] == "float64")
     assert 0 < exact["largest"] < 1e-12
     assert exact["tokens"] > exact["slots"]  # the ring has forgotten, and nothing changed
 
@@ -62,8 +62,15 @@ def test_kernel_regression_at_its_ends(width: float):
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> translator.Translator:
-    said = {"steps": 2, "batch": 8, "evaluate_every": 2, "evaluate_batches": 1, "precision": "fp32", "compile": "off"}
-    return translator.Translator(tmp_path_factory.mktemp("demo") / "run", Recipe(**said, attention="fused"))
+    options = {
+        "steps": 2,
+        "batch": 8,
+        "evaluate_every": 2,
+        "evaluate_batches": 1,
+        "precision": "fp32",
+        "compile": "off",
+    }
+    return translator.Translator(tmp_path_factory.mktemp("demo") / "run", Recipe(**options, attention="fused"))
 
 
 def wide(line: str) -> int:
@@ -90,15 +97,17 @@ def test_heads_are_judged_by_known_links(learned: translator.Translator):
             good[row, t, s] = 1.0
         bad[row, :, 0] = 1.0  # the tag, which translates nothing
     counts = {translator.count_correct_links(weights, batch) for weights in (good, bad)}
-    asked = sum(len({t for _, t in one.links}) for one in batch.gold)
-    assert counts == {(asked, asked), (0, asked)}
+    request = sum(len({t for _, t in one.links}) for one in batch.gold)
+    assert counts == {(request, request), (0, request)}
     assert net.probes == {}
 
 
 def test_the_picture_shows_weights_where_they_are(learned: translator.Translator):
-    drawn = translator.make_alignment_map(learned.result.net, learned.head_alignments[0], learned.batch)
-    assert all(abs(sum(row) - 1) < 1e-5 for row in drawn.weights)
-    sharp = replace(drawn, weights=tuple(tuple(float(s == 1) for s in range(len(row))) for row in drawn.weights))
+    alignment_map = translator.make_alignment_map(learned.result.net, learned.head_alignments[0], learned.batch)
+    assert all(abs(sum(row) - 1) < 1e-5 for row in alignment_map.weights)
+    sharp = replace(
+        alignment_map, weights=tuple(tuple(float(s == 1) for s in range(len(row))) for row in alignment_map.weights)
+    )
     for line in str(sharp).splitlines()[1:]:
         assert line.count("█") == 1
 

@@ -96,8 +96,8 @@ def test_the_ablated_head_is_the_one_that_matters_most(tour: Tour):
 
 def test_half_of_the_heads_are_removed_and_proved(tour: Tour):
     assert tour.pruning is not None
-    kept = sum(map(len, tour.pruning["keep"].values()))
-    assert (kept, sum(tour.pruning["head_counts"].values())) == (27, 54)
+    keep = sum(map(len, tour.pruning["keep"].values()))
+    assert (keep, sum(tour.pruning["head_counts"].values())) == (27, 54)
     assert tour.pruning["proof"]["holds"]
     sizes = [sum(p.numel() for p in net.parameters()) for net in (load_sample_model(), hw.load(tour.folder / "pruned"))]
     assert sizes[1] < 0.8 * sizes[0]
@@ -121,15 +121,15 @@ def test_removed_heads_are_marked_in_the_map(tour: Tour):
 
 @pytest.mark.parametrize("token", ["</svg><script>", "\u202e", "\u200b", '"><b'])
 def test_hostile_tokens_stay_text_in_pictures(token: str):
-    drawn = sample_pictures.draw_heat_map([[1.0]], [token], [token], token)
-    counts = Page(drawn).counts
+    heat_map = sample_pictures.draw_heat_map([[1.0]], [token], [token], token)
+    counts = Page(heat_map).counts
     assert set(counts) == {"svg", "g", "rect", "path", "title", "text"}
     assert "\u202e" not in sample_pictures.show_token(token)
 
 
 def test_cells_of_a_picture_are_the_weights():
-    drawn = sample_pictures.draw_thumbnail([[0.0, 1.0], [0.25, 0.0]], "a")
-    assert re.findall(r'class="s(\d)" d="([^"]*)"', drawn) == [("4", "M0 1h1v1h-1z"), ("8", "M1 0h1v1h-1z")]
+    thumbnail = sample_pictures.draw_thumbnail([[0.0, 1.0], [0.25, 0.0]], "a")
+    assert re.findall(r'class="s(\d)" d="([^"]*)"', thumbnail) == [("4", "M0 1h1v1h-1z"), ("8", "M1 0h1v1h-1z")]
 
 
 def test_a_folder_with_other_contents_is_left_alone(tmp_path: Path):

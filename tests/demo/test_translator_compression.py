@@ -34,7 +34,14 @@ from headwise.surgery.hf_export.model_folder import read_record
 from headwise.surgery.pruning_plan import fingerprint_model
 from headwise.training import Recipe
 
-SAID = {"steps": 6, "batch": 8, "evaluate_every": 6, "evaluate_batches": 1, "precision": "fp32", "compile": "off"}
+BRIEF_RECIPE = {
+    "steps": 6,
+    "batch": 8,
+    "evaluate_every": 6,
+    "evaluate_batches": 1,
+    "precision": "fp32",
+    "compile": "off",
+}
 SMALL = CompressionScale(
     num_distillation_texts=96, num_selection_texts=8, num_proof_texts=4, num_scored_examples=4, seconds=0.05
 )
@@ -51,21 +58,21 @@ def brief() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def translator(tmp_path_factory: pytest.TempPathFactory) -> Translator:
-    made = Translator(tmp_path_factory.mktemp("demo") / "run", Recipe(**SAID, attention="fused"))
-    assert made.result.steps == 6
-    return made
+    translator = Translator(tmp_path_factory.mktemp("demo") / "run", Recipe(**BRIEF_RECIPE, attention="fused"))
+    assert translator.result.steps == 6
+    return translator
 
 
 @pytest.fixture(scope="module")
-def made(translator: Translator) -> dict[str, CompressedTranslator]:
+def compressed(translator: Translator) -> dict[str, CompressedTranslator]:
     every = {change.name: CompressedTranslator(translator, change, SMALL) for change in COMPRESSION_METHODS}
     assert all(one.data for one in every.values())
     return every
 
 
-def test_half_of_the_heads_are_gone_and_a_layer_has_one_head_of_keys(made: dict[str, CompressedTranslator]):
+def test_half_of_the_heads_are_gone_and_a_layer_has_one_head_of_keys(compressed: dict[str, CompressedTranslator]):
     """Counted in the tensors that lie in the folders: 24 heads of 32 channels in six attentions 128 wide."""
-    nets = {name: hw.load(one.folder) for name, one in made.items()}
+    nets = {name: hw.load(one.folder) for name, one in compressed.items()}
     tensors = {name: net.state_dict() for name, net in nets.items()}
     rows = {name: [t.shape[0] for n, t in own.items() if n.endswith("project.v")] for name, own in tensors.items()}
     assert sum(rows["pruned"]) == 24 // 2 * 32
@@ -74,35 +81,41 @@ def test_half_of_the_heads_are_gone_and_a_layer_has_one_head_of_keys(made: dict[
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_demo_shows_the_translations_of_its_folders(
-    translator: Translator, made: dict[str, CompressedTranslator], name: str
+    translator: Translator, compressed: dict[str, CompressedTranslator], name: str
 ):
     """Exact match, before and after, by a loop of its own over held-out examples."""
     task, batch = translator.task, translator.task.batch(0, 32, "valid").rows(slice(0, SMALL.num_scored_examples))
-    row, found = before_after.exact_match_rows(made[name].data), []
+    row, found = before_after.exact_match_rows(compressed[name].data), []
     assert batch.source is not None
-    for net in (translator.result.net, hw.load(made[name].folder)):
+    for net in (translator.result.net, hw.load(compressed[name].folder)):
         with torch.no_grad():
             memory = net.eval().encode(batch.source, sequence=batch.source_tokens)
-        said = greedy_decode(
+        generated = greedy_decode(
             net, task.prompt(batch)[0], max_new_tokens=task.answers, end_id=task.end, encoder_output=memory
         )
-        found.append(sum(task.text(s) == one.target for s, one in zip(said, batch.gold, strict=True)) / len(batch.gold))
+        found.append(
+            sum(task.text(s) == one.target for s, one in zip(generated, batch.gold, strict=True)) / len(batch.gold)
+        )
     assert [row["before"]["value"], row["after"]["value"]] == found
-    assert made[name].data["proof"]["holds"]
+    assert compressed[name].data["proof"]["holds"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_changed_translator_learns_again_for_a_part_of_the_training(made: dict[str, CompressedTranslator], name: str):
-    data, part = made[name].data, {"pruned": 1 / 2, "shared": 1 / 4}[name]
-    assert data["steps"] == max(1, round(part * SAID["steps"])) == data["curve"][-1]["step"]
+def test_a_changed_translator_learns_again_for_a_part_of_the_training(
+    compressed: dict[str, CompressedTranslator], name: str
+):
+    data, part = compressed[name].data, {"pruned": 1 / 2, "shared": 1 / 4}[name]
+    assert data["steps"] == max(1, round(part * BRIEF_RECIPE["steps"])) == data["curve"][-1]["step"]
     assert data["kept"] == data["steps"]
-    assert made[name].retraining.seed == RETRAINING.seed == 0
+    assert compressed[name].retraining.seed == RETRAINING.seed == 0
 
 
-def test_a_second_run_shows_the_results_of_the_first(translator: Translator, made: dict[str, CompressedTranslator]):
-    files = {path: path.read_bytes() for one in made.values() for path in one.folder.iterdir()}
+def test_a_second_run_shows_the_results_of_the_first(
+    translator: Translator, compressed: dict[str, CompressedTranslator]
+):
+    files = {path: path.read_bytes() for one in compressed.values() for path in one.folder.iterdir()}
     again = {change.name: CompressedTranslator(translator, change, SMALL).data for change in COMPRESSION_METHODS}
-    assert again == {name: one.data for name, one in made.items()}
+    assert again == {name: one.data for name, one in compressed.items()}
     assert {path: path.read_bytes() for path in files} == files
 
 
@@ -118,13 +131,13 @@ def test_results_of_another_translator_are_replaced(
     other._result = replace(translator.result, net=net)
     before = read_record(tmp_path / "run" / "shared").change["model"]
     assert before == fingerprint_model(translator.result.net)
-    asked, shown = list[str](), type(translator.task).batch
-    monkeypatch.setattr(type(translator.task), "batch", lambda *a: asked.append((*a, "train")[3]) or shown(*a))
+    request, shown = list[str](), type(translator.task).batch
+    monkeypatch.setattr(type(translator.task), "batch", lambda *a: request.append((*a, "train")[3]) or shown(*a))
     assert CompressedTranslator(other, COMPRESSION_METHODS[1], SMALL).data["model"] == fingerprint_model(net) != before
-    judged = asked.index("valid")
-    assert asked[:judged] == ["train"] * len(asked[:judged])
-    assert len(asked[:judged]) >= SMALL.num_distillation_texts
-    assert set(asked[judged:]) == {"valid"}
+    judged = request.index("valid")
+    assert request[:judged] == ["train"] * len(request[:judged])
+    assert len(request[:judged]) >= SMALL.num_distillation_texts
+    assert set(request[judged:]) == {"valid"}
 
 
 def test_a_foreign_folder_is_refused_before_training(tmp_path: Path):
@@ -141,22 +154,25 @@ def wide(line: str) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_pages_fit_a_terminal(made: dict[str, CompressedTranslator], name: str):
-    page = before_after.format_comparison(made[name].data)
+def test_the_pages_fit_a_terminal(compressed: dict[str, CompressedTranslator], name: str):
+    page = before_after.format_comparison(compressed[name].data)
     assert max(map(wide, page.splitlines())) <= 80
-    assert str(made[name].folder / "PROOF.md") in " ".join(page.split()).replace("- ", "-") or len(str(made)) > 80
+    assert (
+        str(compressed[name].folder / "PROOF.md") in " ".join(page.split()).replace("- ", "-")
+        or len(str(compressed)) > 80
+    )
     for number in ("before", "compressed", "retrained", "exact match", "cache per token", "decode, tokens/s"):
         assert number in page
 
 
-def test_the_report_holds_every_page_and_number(translator: Translator, made: dict[str, CompressedTranslator]):
+def test_the_report_holds_every_page_and_number(translator: Translator, compressed: dict[str, CompressedTranslator]):
     story = TrainingDemo(translator.folder, translator.recipe, SMALL)
-    path = story.report([("Soft look-up", "1 < 2"), *((one.change.title, "as text") for one in made.values())])
+    path = story.report([("Soft look-up", "1 < 2"), *((one.change.title, "as text") for one in compressed.values())])
     page = path.read_text()
     assert path == translator.folder / "report.html"
     assert "1 &lt; 2" in page
     assert "as text" not in page
-    for one in made.values():
+    for one in compressed.values():
         for line in before_after.comparison_rows(one.data):
             assert "".join(f"<td>{cell}</td>" for cell in line) in page
         assert before_after.change_verdict(one.data) in page
@@ -165,29 +181,29 @@ def test_the_report_holds_every_page_and_number(translator: Translator, made: di
 
 
 @pytest.mark.parametrize(
-    ("lost", "said"), [(0.0, "at most one"), (0.01, "at most one"), (0.02, "MORE"), (-0.01, "at most one")]
+    ("lost", "value"), [(0.0, "at most one"), (0.01, "at most one"), (0.02, "MORE"), (-0.01, "at most one")]
 )
-def test_the_verdict_is_honest(lost: float, said: str):
+def test_the_verdict_is_honest(lost: float, value: str):
     row = {"name": SCORE_NAME, "change": {"value": -lost, "low": -lost - 0.01, "high": -lost + 0.01}}
     verdict = before_after.change_verdict({"cut": {"name": SCORE_NAME}, "proof": {"quality": {"rows": [row]}}})
-    assert f"That is {said} " in verdict
+    assert f"That is {value} " in verdict
     assert f"lost: {100 * lost:.1f} points (95% interval: {100 * lost - 1:.1f} to {100 * lost + 1:.1f})" in verdict
 
 
 def test_progress_is_printed_as_lines_without_a_terminal():
-    heard = io.StringIO()
-    said = RetrainingProgress("pruned", 300, heard)
+    string_io = io.StringIO()
+    retraining_progress = RetrainingProgress("pruned", 300, string_io)
     for step in (0, 1, 2, 300):
-        said.report_step(RetrainingPoint(step, 0.5 if step else None))
-    assert heard.getvalue().splitlines()[0] == "pruned: step 0 of 300"
-    assert [line.split(",")[0] for line in heard.getvalue().splitlines()] == [
+        retraining_progress.report_step(RetrainingPoint(step, 0.5 if step else None))
+    assert string_io.getvalue().splitlines()[0] == "pruned: step 0 of 300"
+    assert [line.split(",")[0] for line in string_io.getvalue().splitlines()] == [
         "pruned: step 0 of 300",
         "pruned: step 300 of 300",
     ]
 
 
-def test_the_numbers_are_plain_values(made: dict[str, CompressedTranslator]):
-    for one in made.values():
+def test_the_numbers_are_plain_values(compressed: dict[str, CompressedTranslator]):
+    for one in compressed.values():
         assert json.loads(json.dumps(one.data)) == one.data
 
 

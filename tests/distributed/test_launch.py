@@ -32,9 +32,9 @@ def command(folder: Path, *more: str) -> list[str]:
 
 @pytest.mark.lengthy
 def test_one_rank_prints_and_writes(tmp_path: Path):
-    said = wait_for_ranks(start_ranks(2, *command(tmp_path, "--steps", "2", "--parallelism", "shards=2", "--json")))
-    assert [code for code, _, _ in said] == [0, 0]
-    (_, out, err), (_, silent, quiet) = said
+    result = wait_for_ranks(start_ranks(2, *command(tmp_path, "--steps", "2", "--parallelism", "shards=2", "--json")))
+    assert [code for code, _, _ in result] == [0, 0]
+    (_, out, err), (_, silent, quiet) = result
     assert json.loads(out)["steps"] == 2
     assert "2 ranks, shards=2" in err.splitlines()
     assert (silent, quiet) == ("", "")
@@ -43,7 +43,7 @@ def test_one_rank_prints_and_writes(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "expected"),
     [
         (["--parallelism", "data=3"], "headwise: data=3 needs 3 processes, not 2; start 3 processes"),
         (["--parallelism", "date=2"], "headwise: unknown parallel dimension 'date'; did you mean 'data'?"),
@@ -51,12 +51,12 @@ def test_one_rank_prints_and_writes(tmp_path: Path):
         (["--parallelism", "tensor=2", "--batch", "0"], r"headwise: Recipe\(batch=0\) is out of range"),
     ],
 )
-def test_refusals_are_printed_once(tmp_path: Path, more: list[str], told: str):
-    said = wait_for_ranks(start_ranks(2, *command(tmp_path / "never", "--steps", "2", *more)))
-    assert [code for code, _, _ in said] == [2, 2]
-    lines = "".join(err for _, _, err in said).splitlines()
+def test_refusals_are_printed_once(tmp_path: Path, more: list[str], expected: str):
+    result = wait_for_ranks(start_ranks(2, *command(tmp_path / "never", "--steps", "2", *more)))
+    assert [code for code, _, _ in result] == [2, 2]
+    lines = "".join(err for _, _, err in result).splitlines()
     assert len(lines) == 1
-    assert re.match(told, lines[0])
+    assert re.match(expected, lines[0])
     assert not (tmp_path / "never" / "checkpoint").exists()
 
 
@@ -91,9 +91,9 @@ def test_a_killed_rank_ends_the_job_with_one_line_and_the_run_goes_on(tmp_path: 
     processes = start_ranks(2, *command(tmp_path / "killed", *more))
     wait_for_step(tmp_path / "killed", 5)
     processes[victim].send_signal(signal.SIGKILL)
-    said = wait_for_ranks(processes, timeout=60)
-    assert [code for code, _, _ in said] == [-signal.SIGKILL if rank == victim else 2 for rank in range(2)]
-    assert said[1 - victim][2].splitlines()[-1] == f"headwise: rank {1 - victim} {LOST}"
+    result = wait_for_ranks(processes, timeout=60)
+    assert [code for code, _, _ in result] == [-signal.SIGKILL if rank == victim else 2 for rank in range(2)]
+    assert result[1 - victim][2].splitlines()[-1] == f"headwise: rank {1 - victim} {LOST}"
     assert CheckpointFolder(tmp_path / "killed" / "checkpoint").load_newest()[1] == []
     assert [c for c, _, _ in wait_for_ranks(start_ranks(2, *command(tmp_path / "killed", *more, "--resume")))] == [0, 0]
     assert [c for c, _, _ in wait_for_ranks(start_ranks(2, *command(tmp_path / "whole", *more)))] == [0, 0]
@@ -111,8 +111,8 @@ def launched(ranks: int, arguments: list[str], *options: str) -> subprocess.Pope
 def kill(process: subprocess.Popen[str], rank: int) -> None:
     """Kill this rank of what torchrun started."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    said = {pid: (Path("/proc") / pid / "environ").read_bytes().split(b"\0") for pid in children}
-    os.kill(next(int(pid) for pid, words in said.items() if f"RANK={rank}".encode() in words), signal.SIGKILL)
+    values = {pid: (Path("/proc") / pid / "environ").read_bytes().split(b"\0") for pid in children}
+    os.kill(next(int(pid) for pid, words in values.items() if f"RANK={rank}".encode() in words), signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -123,9 +123,9 @@ def test_torchrun_starts_ranks_and_prints_once_why_they_ended(tmp_path: Path):
     kill(process, 1)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    told = [line for line in err.splitlines() if line.startswith("headwise: ")]
-    assert len(told) == 1
-    assert told[0].endswith(LOST)
+    values = [line for line in err.splitlines() if line.startswith("headwise: ")]
+    assert len(values) == 1
+    assert values[0].endswith(LOST)
 
 
 @pytest.mark.slow
@@ -141,8 +141,8 @@ def test_torchrun_restarts_a_killed_group_and_training_resumes(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_silent_rank_times_out(tmp_path: Path):
-    told = run_ranks(2, "support.data_parallel_checks.wait_for_silent_rank", tmp_path / "stuck")[0]
-    assert told.startswith(
+    entry = run_ranks(2, "support.data_parallel_checks.wait_for_silent_rank", tmp_path / "stuck")[0]
+    assert entry.startswith(
         "rank 0 waited for another rank, which did not answer for 0:00:02; saved checkpoints are intact"
     )
 
@@ -157,8 +157,8 @@ def test_a_port_in_use_is_reported(monkeypatch: pytest.MonkeyPatch):
         port = taken.getsockname()[1]
         for name, value in rank_environment(0, 2, port).items():
             monkeypatch.setenv(name, value)
-        told = f"the port of localhost:{port} is in use; give torchrun another --master-port, or --standalone"
-        with pytest.raises(ConnectionError, match=told), join_process_group():
+        message = f"the port of localhost:{port} is in use; give torchrun another --master-port, or --standalone"
+        with pytest.raises(ConnectionError, match=message), join_process_group():
             pass
 
 

@@ -43,23 +43,23 @@ def alone(case: str, way: str) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", TWO_RANKS)
 def test_two_ranks_take_the_steps_of_one(two: tuple[Path, list[dict[str, Any]]], way: str, case: str):
-    wanted = alone(case, way)
+    expected = alone(case, way)
     for rank in two[1]:
-        check_equal_steps(rank["steps"][way][case], wanted)
+        check_equal_steps(rank["steps"][way][case], expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", FOUR_RANKS)
 def test_kinds_of_parallelism_multiply(four: list[dict[str, Any]], way: str, case: str):
-    wanted = alone(case, way)
+    expected = alone(case, way)
     for rank in four:
-        check_equal_steps(rank["steps"][way][case], wanted)
+        check_equal_steps(rank["steps"][way][case], expected)
 
 
-def check_sent(seen: Counter[Any], counted: Counter[Any]) -> None:
-    assert seen == counted
-    assert sum(CollectiveMessage(*message).moved for message in seen.elements()) > 0
+def check_sent(counter: Counter[Any], counted: Counter[Any]) -> None:
+    assert counter == counted
+    assert sum(CollectiveMessage(*message).moved for message in counter.elements()) > 0
 
 
 @pytest.mark.parametrize("name", ["echo", "odd", "pooled"])
@@ -108,16 +108,16 @@ def test_terms_are_those_of_one_rank(two: tuple[Path, list[dict[str, Any]]], tmp
 
 @pytest.mark.parametrize("way", TWO_RANKS)
 def test_dropout_trains_under_parallelism(two: tuple[Path, list[dict[str, Any]]], way: str):
-    told = logged_results(two[0] / f"dropped {way}")
-    assert len(told) == 6 + 3
+    result = logged_results(two[0] / f"dropped {way}")
+    assert len(result) == 6 + 3
 
 
 def test_ranks_of_one_worker_go_on_in_one_stream(two: tuple[Path, list[dict[str, Any]]]):
     """From rows, each rank drawing for itself, to heads, whose ranks must drop alike what is added to the stream."""
     first, second = (rank["runs"]["drawn"] for rank in two[1])
-    apart = [one != other for one, other in zip(first, second, strict=True)]
-    assert apart.index(True) < len(apart) - 5
-    assert not any(apart[-4:])
+    separate = [one != other for one, other in zip(first, second, strict=True)]
+    assert separate.index(True) < len(separate) - 5
+    assert not any(separate[-4:])
     assert len(set(first[-4:])) > 1
 
 
@@ -135,6 +135,6 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_all_ranks_refuse_an_impossible_split_before_writing(two: tuple[Path, list[dict[str, Any]]], case: str):
     for rank in two[1]:
-        assert rank["told"][case].startswith(REFUSED[case])
-        assert "\n" not in rank["told"][case]
+        assert rank["refusals"][case].startswith(REFUSED[case])
+        assert "\n" not in rank["refusals"][case]
     assert not (two[0] / "never").exists()

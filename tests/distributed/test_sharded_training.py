@@ -35,7 +35,7 @@ def test_a_parallelism_survives_its_text(parallelism: Parallelism):
 
 
 @pytest.mark.parametrize(
-    ("text", "ranks", "told"),
+    ("text", "ranks", "message"),
     [
         ("data=2", 3, "data=2 needs 2 processes, not 3; start 2 processes, or give data=3"),
         ("data=2,tensor=2", 1, "data=2,tensor=2 needs 4 processes, not 1; start 4 processes"),
@@ -47,8 +47,8 @@ def test_a_parallelism_survives_its_text(parallelism: Parallelism):
         ("", 2, "unknown parallel dimension ''"),
     ],
 )
-def test_an_impossible_parallelism_is_refused_in_one_line(text: str, ranks: int, told: str):
-    with pytest.raises(SpecError, match=told) as refused:
+def test_an_impossible_parallelism_is_refused_in_one_line(text: str, ranks: int, message: str):
+    with pytest.raises(SpecError, match=message) as refused:
         Parallelism.over(text, ranks)
     assert "\n" not in str(refused.value)
 
@@ -98,20 +98,20 @@ def alone(case: str, ranks: int) -> dict[str, Any]:
 @pytest.mark.parametrize("case", STEPPED)
 @pytest.mark.parametrize("way", ["data=2", "shards=2"])
 def test_two_ranks_take_the_steps_of_one(stepped: list[dict[str, Any]], way: str, case: str):
-    wanted = alone(case, 2)
+    expected = alone(case, 2)
     for rank in stepped:
-        check_equal_steps(rank[way][case], wanted)
+        check_equal_steps(rank[way][case], expected)
 
 
 @pytest.mark.parametrize("case", ["echo", "odd"])
 def test_the_first_gradient_is_that_of_the_mean_over_all_labels(stepped: list[dict[str, Any]], case: str):
     """Against torch's own cross entropy of the whole batch: ranks are asked unlike much, none counts more."""
-    task, said = STEPPED[case]
-    net, batch = hw.build(task.model(), seed=3).double(), task.batch(0, said["batch"])
+    task, result = STEPPED[case]
+    net, batch = hw.build(task.model(), seed=3).double(), task.batch(0, result["batch"])
     logits = net(batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens)
     loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX)
     loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), said.get("clip", 1.0))
+    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), result.get("clip", 1.0))
     for way in ("data=2", "shards=2"):
         found = stepped[0][way][case]
         assert found["losses"][0] == pytest.approx(loss.item(), rel=1e-12)
@@ -128,9 +128,9 @@ def test_four_ranks_take_the_steps_of_one(tmp_path_factory: pytest.TempPathFacto
     if not folder.exists():
         run_ranks(4, "support.data_parallel_checks.steps", folder)
     for case in STEPPED:
-        wanted = alone(case, 4)
+        expected = alone(case, 4)
         for rank in range(4):
-            check_equal_steps(torch.load(folder / f"{rank}.pt", weights_only=False)[way][case], wanted)
+            check_equal_steps(torch.load(folder / f"{rank}.pt", weights_only=False)[way][case], expected)
 
 
 @pytest.mark.parametrize("case", ["wide", "odd"])
@@ -138,9 +138,9 @@ def test_four_ranks_take_the_steps_of_one(tmp_path_factory: pytest.TempPathFacto
 def test_sent_bytes_are_the_counted_bytes(two: tuple[Path, list[dict[str, Any]]], way: str, case: str):
     """The collectives that were called, with the bytes they were called with."""
     for rank in two[1]:
-        seen = rank["sent"][way, case]
-        assert sorted(seen) == sorted(rank["sent"][way, case, "counted"])
-        assert len(seen) > (2 if case == "wide" else 1)
+        entry = rank["sent"][way, case]
+        assert sorted(entry) == sorted(rank["sent"][way, case, "counted"])
+        assert len(entry) > (2 if case == "wide" else 1)
 
 
 def test_costs_that_depend_on_the_batch_need_the_batch():
@@ -162,9 +162,9 @@ def ran(two: tuple[Path, list[dict[str, Any]]]) -> tuple[Path, list[dict[str, An
 def test_a_run_of_two_that_is_interrupted_goes_on_to_the_same_bits(ran: tuple[Path, list[dict[str, Any]]]):
     """Ctrl-C reaches one rank; both end behind the same step, and what each drops goes on where it stood."""
     folder, ranks = ran
-    for said in ranks:
-        assert said["stopped"] == f"interrupted at step 4; the checkpoint is in {folder / 'stopped'}"
-        assert said["whole"] == said["resumed"] == ""
+    for options in ranks:
+        assert options["stopped"] == f"interrupted at step 4; the checkpoint is in {folder / 'stopped'}"
+        assert options["whole"] == options["resumed"] == ""
     check_same(folder / "stopped", folder / "whole")
 
 
@@ -182,8 +182,8 @@ def test_slices_go_on_where_they_stood(ran: tuple[Path, list[dict[str, Any]]]):
 
 def test_ranks_drop_other_numbers(ran: tuple[Path, list[dict[str, Any]]]):
     """Each as many: their shares are of one size."""
-    held = newest_checkpoint(ran[0] / "whole")
-    assert not torch.equal(held["random cpu"], held["random cpu 1"])
+    stored = newest_checkpoint(ran[0] / "whole")
+    assert not torch.equal(stored["random cpu"], stored["random cpu 1"])
 
 
 def test_one_rank_writes_a_run_down_once(ran: tuple[Path, list[dict[str, Any]]]):

@@ -47,23 +47,23 @@ RELATIVE |= {"pos_att_type": ["c2p", "p2c"], "position_biased_input": False}
 
 
 class Kind(NamedTuple):
-    """A class of transformers, its config, and whether every attention of it is said."""
+    """A class of transformers, its config, and whether a ModelSpec can express all of its attentions."""
 
     model: str
     config: str
     keys: dict[str, Any]
     reads: str = "ids"
-    said: bool = True
+    is_supported: bool = True
 
     @property
-    def made(self) -> Any:
+    def config_of_class(self) -> Any:
         """Its config."""
         return getattr(transformers, self.config)(**self.keys)
 
-    def build(self, **said: Any) -> nn.Module:
+    def build(self, **options: Any) -> nn.Module:
         """The model with numbers that matter."""
         torch.manual_seed(0)
-        model = getattr(transformers, self.model)._from_config(self.made, **said)
+        model = getattr(transformers, self.model)._from_config(self.config_of_class, **options)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
@@ -114,17 +114,19 @@ KINDS: dict[str, Kind] = {
     "gemma3": causal("Gemma3", **G3)._replace(config="Gemma3TextConfig"),
     "gemma3-usual": causal("Gemma3", num_hidden_layers=7, sliding_window=4)._replace(config="Gemma3TextConfig"),
     "olmo": causal("Olmo", FLAT),
-    "olmo-clipped": causal("Olmo", FLAT, clip_qkv=0.1)._replace(said=False),
+    "olmo-clipped": causal("Olmo", FLAT, clip_qkv=0.1)._replace(is_supported=False),
     "olmo2": causal("Olmo2", FLAT, attention_bias=True),
     "olmo3": causal("Olmo3", FLAT, sliding_window=5, layer_types=LOCAL, rope_parameters=ROPES),
     "olmoe": causal("Olmoe", FLAT, num_experts=4, num_experts_per_tok=2),
     "phi": causal("Phi", FLAT),
-    "phi-normed": causal("Phi", FLAT, qk_layernorm=True)._replace(said=False),
+    "phi-normed": causal("Phi", FLAT, qk_layernorm=True)._replace(is_supported=False),
     "phi3": causal("Phi3", PHI3, sliding_window=5),
-    "phi3-long": causal("Phi3", PHI3, rope_parameters=LONG, original_max_position_embeddings=32)._replace(said=False),
+    "phi3-long": causal("Phi3", PHI3, rope_parameters=LONG, original_max_position_embeddings=32)._replace(
+        is_supported=False
+    ),
     "granite": causal("Granite", FLAT, attention_multiplier=0.3, embedding_multiplier=2.0, residual_multiplier=0.5),
     "cohere": causal("Cohere", FLAT, attention_bias=True),
-    "cohere-normed": causal("Cohere", FLAT, use_qk_norm=True)._replace(said=False),
+    "cohere-normed": causal("Cohere", FLAT, use_qk_norm=True)._replace(is_supported=False),
     "cohere2": causal("Cohere2", FLAT, num_hidden_layers=4, sliding_window=5),
     "glm": causal("Glm", LLAMA),
     "glm4": causal("Glm4", LLAMA),
@@ -150,9 +152,9 @@ KINDS: dict[str, Kind] = {
     "falcon-many": causal("Falcon", FALCON, multi_query=False, parallel_attn=False, bias=True),
     "falcon-newer": causal("Falcon", NEWER),
     "falcon-one-norm": causal("Falcon", NEWER, num_ln_in_parallel_attn=1),
-    "falcon-alibi": causal("Falcon", FALCON, alibi=True)._replace(said=False),
+    "falcon-alibi": causal("Falcon", FALCON, alibi=True)._replace(is_supported=False),
     "mpt": causal("Mpt", MPT),
-    "mpt-six": causal("Mpt", MPT, n_heads=6, d_model=48)._replace(said=False),
+    "mpt-six": causal("Mpt", MPT, n_heads=6, d_model=48)._replace(is_supported=False),
     "opt": causal("OPT", OPT),
     "opt-behind": causal("OPT", OPT, do_layer_norm_before=False, enable_bias=False),
     "roberta": reader("Roberta", "ForMaskedLM"),
@@ -166,9 +168,9 @@ KINDS: dict[str, Kind] = {
     "electra-narrow": reader("Electra", "ForMaskedLM", embedding_size=16),
     "albert": reader("Albert", "ForMaskedLM", embedding_size=16),
     "deberta": reader("DebertaV2", "ForMaskedLM"),
-    "deberta-relative": reader("DebertaV2", "ForMaskedLM", **RELATIVE)._replace(said=False),
-    "deberta-shared": reader("DebertaV2", "Model", **(RELATIVE | {"share_att_key": True}))._replace(said=False),
-    "longformer": reader("Longformer", "Model", attention_window=[4, 6], pad_token_id=0)._replace(said=False),
+    "deberta-relative": reader("DebertaV2", "ForMaskedLM", **RELATIVE)._replace(is_supported=False),
+    "deberta-shared": reader("DebertaV2", "Model", **(RELATIVE | {"share_att_key": True}))._replace(is_supported=False),
+    "longformer": reader("Longformer", "Model", attention_window=[4, 6], pad_token_id=0)._replace(is_supported=False),
     "marian": pair("Marian", "MTModel", scale_embedding=True),
     "marian-apart": pair(
         "Marian", "MTModel", decoder_vocab_size=WORDS - 4, share_encoder_decoder_embeddings=False
@@ -191,7 +193,7 @@ KINDS: dict[str, Kind] = {
 
 def read(kind: Kind) -> hw.model_spec.ModelSpec:
     """What its config says."""
-    return families.read_model_spec(kind.made.to_dict() | {"architectures": [kind.model]})
+    return families.read_model_spec(kind.config_of_class.to_dict() | {"architectures": [kind.model]})
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -199,7 +201,7 @@ def test_parameter_counts_are_those_of_transformers(name: str):
     """Of the whole model, learned ones; what transformers never trains is a constant in either."""
     kind = KINDS[name]
     with torch.device("meta"):
-        theirs = getattr(transformers, kind.model)._from_config(kind.made)
+        theirs = getattr(transformers, kind.model)._from_config(kind.config_of_class)
     assert hw.costs.count_parameters(read(kind)) == sum(p.numel() for p in theirs.parameters() if p.requires_grad)
 
 
@@ -207,25 +209,25 @@ def test_parameter_counts_are_those_of_transformers(name: str):
 
 
 class Passing(NamedTuple):
-    """What passed one attention of theirs: its input, what it read of elsewhere, what heads said, what it compared."""
+    """Tensors recorded in one attention of transformers: inputs, source, outputs of heads, and calls of the core."""
 
     module: nn.Module
     call: int
     inputs: list[tuple[Tensor, Tensor | None]]
     heads: list[Tensor]
-    seen: list[AttentionCall]
+    calls: list[AttentionCall]
     needs_call: bool = True
 
-    def on_call(self, seen: AttentionCall) -> None:
-        self.seen.append(seen)
+    def on_call(self, call: AttentionCall) -> None:
+        self.calls.append(call)
 
     def take(self, z: Tensor) -> None:
         self.heads.append(z)
 
-    def enter(self, _: nn.Module, args: tuple[Any, ...], told: dict[str, Any]) -> None:
-        named = next((told[key] for key in ("hidden_states", "query_states", "query") if key in told), None)
+    def enter(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        named = next((options[key] for key in ("hidden_states", "query_states", "query") if key in options), None)
         x = args[0] if args else named
-        source = next((told[key] for key in ("key_value_states", "encoder_hidden_states") if key in told), None)
+        source = next((options[key] for key in ("key_value_states", "encoder_hidden_states") if key in options), None)
         self.inputs.append((x, source))
 
 
@@ -264,9 +266,9 @@ def child(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
 
 def sides(module: nn.Module, spec: hw.AttentionSpec) -> dict[str, tuple[Tensor, Tensor | None]]:
     """Matrix and bias of queries, keys and values, taken out of whatever holds them."""
-    apart = {side: child(module, names) for side, names in SIDES.items()}
-    if all(isinstance(one, nn.Linear) for one in apart.values()):
-        return {side: (one.weight, one.bias) for side, one in apart.items()}
+    separate = {side: child(module, names) for side, names in SIDES.items()}
+    if all(isinstance(one, nn.Linear) for one in separate.values()):
+        return {side: (one.weight, one.bias) for side, one in separate.items()}
     fused = child(module, ("query_key_value", "qkv_proj", "Wqkv", "c_attn"))
     q, kv, dim = spec.heads.q, spec.heads.kv, spec.heads.dim
     runs = type(fused).__name__ == "Linear" and child(module, ("qkv_proj", "Wqkv")) is not None
@@ -285,26 +287,26 @@ def sides(module: nn.Module, spec: hw.AttentionSpec) -> dict[str, tuple[Tensor, 
 def loaded(spec: hw.AttentionSpec, module: nn.Module, model: nn.Module) -> hw.Attention:
     """Our layer with their numbers; its merge hands on what heads say as it is."""
     layer = hw.Attention(spec).double().eval()
-    held = dict(layer.state_dict())
+    stored = dict(layer.state_dict())
     for side, (matrix, bias) in sides(module, spec).items():
-        held[f"project.{side}"] = matrix
-        if f"project.{side}_bias" in held:
-            held[f"project.{side}_bias"] = bias
+        stored[f"project.{side}"] = matrix
+        if f"project.{side}_bias" in stored:
+            stored[f"project.{side}_bias"] = bias
         else:
             assert bias is None
     for side, names in NORMS.items():
-        if f"qk_norm.{side}" in held:
-            held[f"qk_norm.{side}"] = child(module, names).weight
-    if "t5_bias.table" in held:
-        held["t5_bias.table"] = model.get_submodule("mpnet.encoder.relative_attention_bias").weight
-    held["output.o"] = torch.randn_like(held["output.o"])
-    if "output.o_bias" in held:
-        held["output.o_bias"] = torch.zeros_like(held["output.o_bias"])
-    layer.load_state_dict(held)
+        if f"qk_norm.{side}" in stored:
+            stored[f"qk_norm.{side}"] = child(module, names).weight
+    if "t5_bias.table" in stored:
+        stored["t5_bias.table"] = model.get_submodule("mpnet.encoder.relative_attention_bias").weight
+    stored["output.o"] = torch.randn_like(stored["output.o"])
+    if "output.o_bias" in stored:
+        stored["output.o_bias"] = torch.zeros_like(stored["output.o_bias"])
+    layer.load_state_dict(stored)
     return layer
 
 
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.said])
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.is_supported])
 def test_attention_outputs_equal_those_of_transformers(name: str):
     """Every site, in float64; rotary angles are float32 with them."""
     kind = KINDS[name]
@@ -355,18 +357,18 @@ def test_masks_equal_those_of_transformers(name: str):
     for site, spec in specs.items():
         one = passing[site]
         window = getattr(one.module, "sliding_window", None)
-        kept = re.search(r"window\((\d+)\)", spec.pattern.text)
+        keep = re.search(r"window\((\d+)\)", spec.pattern.text)
         if isinstance(window, int) and window:
-            assert kept is not None
-            assert int(kept[1]) == window
+            assert keep is not None
+            assert int(keep[1]) == window
         elif "sliding_window" in vars(one.module):
-            assert kept is None
-        for seen in one.seen:
-            told = seen.allowed_pairs()[0, 0]
-            expected = allowed(spec.pattern, *told.shape)
-            assert not (told & ~expected).any(), site
-            if seen.attention_inputs is not None:  # else weights alone are known, of which the least may be zero
-                assert torch.equal(told, expected), site
+            assert keep is None
+        for value in one.calls:
+            entry = value.allowed_pairs()[0, 0]
+            expected = allowed(spec.pattern, *entry.shape)
+            assert not (entry & ~expected).any(), site
+            if value.attention_inputs is not None:  # else weights alone are known, of which the least may be zero
+                assert torch.equal(entry, expected), site
 
 
 # --- sites ---------------------------------------------------------------------------------------------
@@ -482,13 +484,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_contradicting_config_is_refused_in_one_line(name: str):
-    said, words = BAD[name]
+    options, words = BAD[name]
     with pytest.raises(hw.SpecError) as caught:
-        families.read_model_spec({"model_type": name} | said)
-    told = str(caught.value)
-    assert words in told
-    assert "\n" not in told
-    assert "; " in told
+        families.read_model_spec({"model_type": name} | options)
+    message = str(caught.value)
+    assert words in message
+    assert "\n" not in message
+    assert "; " in message
 
 
 def test_keys_missing_in_old_configs_have_the_usual_values():
@@ -520,18 +522,18 @@ def _turn(config: dict[str, Any], depth: int = 0) -> hw.Rotary:
     return next(part for _, part in spec.parts() if isinstance(part, hw.Rotary))
 
 
-def _plainly(said: dict[str, Any]) -> dict[str, Any]:
-    told = hw.model_spec.to_dict(families.read_model_spec(said))
-    told.pop("notes", None)
-    return told
+def _plainly(options: dict[str, Any]) -> dict[str, Any]:
+    result = hw.model_spec.to_dict(families.read_model_spec(options))
+    result.pop("notes", None)
+    return result
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_missing_keys_have_the_defaults_of_transformers(name: str):
     """Of small models: what transformers writes of one says the same as the few keys that it was made of."""
     kind = KINDS[name]
-    few = kind.keys | {"model_type": kind.made.model_type}
-    assert _plainly(few) == _plainly(kind.made.to_dict() | {"architectures": None})
+    few = kind.keys | {"model_type": kind.config_of_class.model_type}
+    assert _plainly(few) == _plainly(kind.config_of_class.to_dict() | {"architectures": None})
 
 
 @pytest.mark.parametrize("family", sorted(families.FAMILIES))
@@ -545,7 +547,7 @@ def test_a_config_with_only_a_model_type_is_the_default_model(family: str):
 
 # --- folders read by our own loader ----------------------------------------------------------------------
 
-READ = [name for name, kind in KINDS.items() if kind.made.model_type in WEIGHT_NAMES and kind.said]
+READ = [name for name, kind in KINDS.items() if kind.config_of_class.model_type in WEIGHT_NAMES and kind.is_supported]
 
 
 @pytest.mark.parametrize("name", READ)
@@ -559,15 +561,21 @@ def test_a_folder_gives_the_logits_of_transformers(name: str, tmp_path: Path):
     ours = hw.load(tmp_path)
     assert ours.spec == read(kind)
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters() if p.requires_grad)
-    given = kind.inputs()
+    inputs = kind.inputs()
     with torch.no_grad():
-        said = theirs(**given)
-        expected = said.logits if "logits" in said else said.pooler_output
-        x = given.get("decoder_input_ids", given["input_ids"])
-        got = ours(x, source=given["input_ids"]) if "decoder_input_ids" in given else ours(x)
+        outputs = theirs(**inputs)
+        expected = outputs.logits if "logits" in outputs else outputs.pooler_output
+        x = inputs.get("decoder_input_ids", inputs["input_ids"])
+        got = ours(x, source=inputs["input_ids"]) if "decoder_input_ids" in inputs else ours(x)
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * max(1.0, expected.abs().max().item()))
 
 
 def test_enough_families_are_read_from_folders():
-    assert {KINDS[name].made.model_type for name in READ} >= {"gemma3_text", "olmo2", "phi3", "roberta", "marian"}
+    assert {KINDS[name].config_of_class.model_type for name in READ} >= {
+        "gemma3_text",
+        "olmo2",
+        "phi3",
+        "roberta",
+        "marian",
+    }

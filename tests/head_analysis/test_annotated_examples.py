@@ -38,23 +38,23 @@ def test_words_that_are_written_as_one_and_not_one_after_another():
     assert one.word_spans == ((0, 5), (6, 8), (6, 8), (9, 12))
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("1 a _ _ _ _ 0 root _", r"line 1: a row has 9 columns, not 10"),
     ("1 a _ _ _ _ x root _ _", r"'x' is not a word number"),
     ("2 a _ _ _ _ 0 root _ _", r"word 2 follows word 0"),
     ("1 a _ _ _ _ 7 dep _ _", r"the governor of word 1 is word 7 of 1"),
     ("# text = b\n1 a _ _ _ _ 0 root _ _", r"'a' is not found in the text"),
 ])  # fmt: skip
-def test_a_parse_that_is_none(text: str, said: str):
-    with pytest.raises(SpecError, match=said):
+def test_a_parse_that_is_none(text: str, message: str):
+    with pytest.raises(SpecError, match=message):
         list(read_conllu(conllu_lines(text)))
 
 
 def test_token_annotations():
     sources = ExampleReader(build_encoder())
     sources.add_text("the dogs don't bark .")
-    (scene,) = sources.examples_with_frequencies()
-    tokens = scene.streams["text"]
+    (example,) = sources.examples_with_frequencies()
+    tokens = example.streams["text"]
     assert tokens.words == ("[CLS]", "the", "dog", "s", "don", "'", "t", "bark", ".", "[SEP]")[: tokens.count]
     assert tokens.is_special.nonzero().flatten().tolist() == [0, tokens.count - 1]
     assert tokens.is_separator.nonzero().flatten().tolist() == [tokens.count - 1]
@@ -64,24 +64,24 @@ def test_token_annotations():
 
 def test_pieces_belong_to_the_words_of_a_parse():
     sources = examples_from_sentences(build_encoder(), [next(read_conllu(conllu_lines(ROWS.replace("The", "the"))))])
-    (scene,) = sources.examples_with_frequencies()
-    tokens = scene.streams["text"]
+    (example,) = sources.examples_with_frequencies()
+    tokens = example.streams["text"]
     words = [tokens.words[n] for n in range(tokens.count)]
     assert dict(zip(words, tokens.word_index.tolist(), strict=True))["bark"] == 4
     assert [word for word, n in zip(words, tokens.word_index.tolist(), strict=True) if n == 1] == ["dog", "s"]
     assert [word for word, n in zip(words, tokens.word_index.tolist(), strict=True) if n == 3] == ["'", "t"]
-    assert scene.dependencies[1] == (1, 4, "nsubj")
+    assert example.dependencies[1] == (1, 4, "nsubj")
 
 
 def test_frequencies_are_counted_over_all_texts():
-    scenes = examples_from_lines(build_encoder(), ["the dog", "the the bark"]).examples_with_frequencies()
-    the = [int(scene.streams["text"].frequency[1]) for scene in scenes]
+    examples = examples_from_lines(build_encoder(), ["the dog", "the the bark"]).examples_with_frequencies()
+    the = [int(example.streams["text"].frequency[1]) for example in examples]
     assert the == [3, 3]
 
 
 def test_skipped_texts_are_reported():
     sources = examples_from_lines(build_encoder(), ["", "the dog", "  ", " ".join(["bark"] * 23)])
-    counts = [scene.streams["text"].count for scene in sources.examples_with_frequencies()]
+    counts = [example.streams["text"].count for example in sources.examples_with_frequencies()]
     assert max(counts) <= 12
     assert sum(counts) - 2 * len(counts) == 25
     assert sources.notes == ("empty lines: 2", "lines split because they are longer than the model takes: 1")
@@ -89,7 +89,7 @@ def test_skipped_texts_are_reported():
 
 def test_texts_with_unknown_tokens_are_skipped():
     sources = examples_from_lines(build_encoder(), ["the dog", "the cat", "a bark"])
-    assert [scene.streams["text"].count for scene in sources.examples_with_frequencies()] == [4, 4]
+    assert [example.streams["text"].count for example in sources.examples_with_frequencies()] == [4, 4]
     assert sources.notes == ("texts with characters that the tokenizer does not know: 1",)
 
 
@@ -106,14 +106,14 @@ def test_pairs_and_links():
               "max_position_embeddings": 16}  # fmt: skip
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     net.usage = hw.ProcessorSpec(tokenizer=build_encoder().usage.tokenizer, begin=(1,), end=(2,))
-    (scene,) = examples_from_pairs(
+    (example,) = examples_from_pairs(
         net, [("the dog", "a b bark")], [parse_alignment_links("0-0 1?2", 1)]
     ).examples_with_frequencies()
-    assert scene.alignment_links == ((0, 0, True), (1, 2, False))
-    assert scene.streams["text"].words == ("[CLS]", "a", "b", "bark")
-    assert scene.streams["source"].words == ("the", "dog")
+    assert example.alignment_links == ((0, 0, True), (1, 2, False))
+    assert example.streams["text"].words == ("[CLS]", "a", "b", "bark")
+    assert example.streams["source"].words == ("the", "dog")
     with torch.no_grad():
-        assert net(**scene.inputs).shape == (1, 4, len(WORDS))
+        assert net(**example.inputs).shape == (1, 4, len(WORDS))
     with pytest.raises(
         SpecError, match="links word 2 to 0 but has 2 source words and 3 target words; count words from 0"
     ):
@@ -128,11 +128,11 @@ def test_a_source_alone_is_answered():
               "max_position_embeddings": 80}  # fmt: skip
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     net.usage = hw.ProcessorSpec(tokenizer=build_encoder().usage.tokenizer, begin=(1,), end=())
-    (scene,) = examples_from_lines(net, ["the dog"]).examples_with_frequencies()
-    said = hw.generate(net, "the dog", max_new_tokens=64)
-    assert scene.streams["text"].count == 65
+    (example,) = examples_from_lines(net, ["the dog"]).examples_with_frequencies()
+    generated = hw.generate(net, "the dog", max_new_tokens=64)
+    assert example.streams["text"].count == 65
     assert net.usage.tokenizer is not None
-    assert Tokenizer.from_str(net.usage.tokenizer).decode(scene.streams["text"].ids.tolist()[1:]) == said
+    assert Tokenizer.from_str(net.usage.tokenizer).decode(example.streams["text"].ids.tolist()[1:]) == generated
 
 
 def test_a_file_that_is_no_text(tmp_path: Path):
@@ -149,17 +149,17 @@ def test_examples_of_a_task_and_their_links():
     net.usage = hw.ProcessorSpec(tokenizer=dates.tokenizer, begin=(1,), end=(2,))
     sources = ExampleReader(net)
     sources.add_task_examples(dates, 5)
-    for number, scene in enumerate(sources.examples_with_frequencies()):
+    for number, example in enumerate(sources.examples_with_frequencies()):
         gold = dates.batch(number, 1, "valid").gold[0]
         words = {
             name: dict(zip(tokens.word_index.tolist(), tokens.words, strict=True))
-            for name, tokens in scene.streams.items()
+            for name, tokens in example.streams.items()
         }
-        assert len(scene.alignment_links) == len(gold.links)
-        for source, text, _ in scene.alignment_links:
+        assert len(example.alignment_links) == len(gold.links)
+        for source, text, _ in example.alignment_links:
             if words["source"][source].isdigit() and words["text"][text].isdigit() and "iso" in gold.direction:
                 assert words["source"][source] == words["text"][text]
-        said = [words["text"][n] for n in sorted(words["text"]) if n >= 0]
-        assert "".join(said) == gold.target
+        values = [words["text"][n] for n in sorted(words["text"]) if n >= 0]
+        assert "".join(values) == gold.target
     with pytest.raises(SpecError, match="has no gold alignments"):
         ExampleReader(net).add_task_examples(make_task("copy"), 2)

@@ -45,14 +45,14 @@ def own_maps(net: Any, text: torch.Tensor) -> torch.Tensor:
 
 def planted(net: Any, head: int, count: int = TEXTS) -> list[Example]:
     """Texts whose words are governed by what one head reads most, itself aside."""
-    scenes = []
+    examples = []
     for n in range(count):
         text = random_ids(n, 7 + n % 3)
         words = list(range(text.shape[1]))
         maps = own_maps(net, text)[head].clone().fill_diagonal_(0)
         arcs = [(dependent, int(maps[dependent].argmax()), "any") for dependent in words]
-        scenes.append(Example({"x": text}, {"text": stream(words)}, arcs))
-    return scenes
+        examples.append(Example({"x": text}, {"text": stream(words)}, arcs))
+    return examples
 
 
 # --- by definition ---------------------------------------------------------------------------------------
@@ -60,15 +60,15 @@ def planted(net: Any, head: int, count: int = TEXTS) -> list[Example]:
 
 def test_word_maps_sum_over_keys_and_average_over_queries(monkeypatch: pytest.MonkeyPatch):
     net, text, words = build_model(BERT), random_ids(0), [-1, 0, 0, 1, 2, 2, -1]
-    maps, wanted = own_maps(net, text).numpy(), np.zeros((6, 3, 3))
+    maps, expected = own_maps(net, text).numpy(), np.zeros((6, 3, 3))
     for i in range(3):
         for j in range(3):
-            reads, told = ([t for t, word in enumerate(words) if word == one] for one in (i, j))
-            wanted[:, i, j] = np.mean([sum(maps[:, t, s] for s in told) for t in reads], 0)
+            reads, result = ([t for t, word in enumerate(words) if word == one] for one in (i, j))
+            expected[:, i, j] = np.mean([sum(maps[:, t, s] for s in result) for t in reads], 0)
     for cells in (2**24, 3 * 7 * 2):  # all rows at once, and two at a time
         monkeypatch.setattr("headwise.head_analysis.weight_bands.MAX_CELLS", cells)
         got = word_attention_maps(net, find_attention(net), Example({"x": text}, {"text": stream(words)}))
-        np.testing.assert_allclose(torch.cat(list(got.values())), wanted, rtol=1e-5)
+        np.testing.assert_allclose(torch.cat(list(got.values())), expected, rtol=1e-5)
 
 
 def test_the_likelihood_is_its_definition():
@@ -78,97 +78,99 @@ def test_the_likelihood_is_its_definition():
         ProbeSentence(torch.rand(2, 4, 4, generator=draw), names, [(0, 2), (1, 0), (3, 1)]),
         ProbeSentence(torch.rand(2, 3, 3, generator=draw), names, [(2, 0)]),
     ]
-    weight, wanted = np.array([1.5, -2.0, 0.5, 3.0]), []
+    weight, expected = np.array([1.5, -2.0, 0.5, 3.0]), []
     for maps, _, arcs in sentences:
         a = maps.numpy()
         for j, governor in arcs:
             words = [i for i in range(a.shape[1]) if i != j]
             scores = {i: sum(weight[k] * a[k, i, j] + weight[2 + k] * a[k, j, i] for k in range(2)) for i in words}
-            wanted.append(np.log(sum(np.exp(list(scores.values())))) - scores[governor])
-    told = ProbeCandidates.from_sentences(sentences).negative_log_likelihood(torch.from_numpy(weight).float())
-    assert float(told) == pytest.approx(np.mean(wanted), rel=1e-5)
+            expected.append(np.log(sum(np.exp(list(scores.values())))) - scores[governor])
+    result = ProbeCandidates.from_sentences(sentences).negative_log_likelihood(torch.from_numpy(weight).float())
+    assert float(result) == pytest.approx(np.mean(expected), rel=1e-5)
 
 
 # --- planted ---------------------------------------------------------------------------------------------
 
 
 def test_planted_syntax_is_found_and_both_baselines_miss_it():
-    net, twin = build_model(BERT), build_model(BERT, seed=5)
-    scenes = planted(net, 4)
-    told = train_attention_probe(net, scenes, random_baseline=twin, options=ProbeOptions(weight_decay=1e-5))
-    assert told.random_baseline is not None
-    assert told.uas.value > 0.95
-    assert told.uas.low > told.random_baseline.high
-    assert told.uas.low > told.baseline.high
-    largest = max(told.head_weights, key=lambda one: one.down)
+    net, copied = build_model(BERT), build_model(BERT, seed=5)
+    examples = planted(net, 4)
+    attention_probe = train_attention_probe(
+        net, examples, random_baseline=copied, options=ProbeOptions(weight_decay=1e-5)
+    )
+    assert attention_probe.random_baseline is not None
+    assert attention_probe.uas.value > 0.95
+    assert attention_probe.uas.low > attention_probe.random_baseline.high
+    assert attention_probe.uas.low > attention_probe.baseline.high
+    largest = max(attention_probe.head_weights, key=lambda one: one.down)
     assert largest.down > 2 * largest.up
     assert (largest.site, largest.head) == ("encoder.1.attention", 1)
-    assert abs(told.uas.chance - 1 / 7) < 0.03
-    assert told.texts == (28, 12)
-    assert sum(told.arcs) == sum(len(one.dependencies) for one in scenes)
+    assert abs(attention_probe.uas.chance - 1 / 7) < 0.03
+    assert attention_probe.texts == (28, 12)
+    assert sum(attention_probe.arcs) == sum(len(one.dependencies) for one in examples)
 
 
 def test_directions_of_dependencies_are_distinguished():
     net = build_model(BERT)
     other = []
-    for scene in planted(net, 4):
-        maps = own_maps(net, scene.inputs["x"])[4].clone().fill_diagonal_(0)
+    for example in planted(net, 4):
+        maps = own_maps(net, example.inputs["x"])[4].clone().fill_diagonal_(0)
         arcs = [(dependent, int(maps[:, dependent].argmax()), "any") for dependent in range(len(maps))]
-        other.append(replace(scene, dependencies=arcs))  # a word is governed by who reads it most
-    told = train_attention_probe(net, other, options=ProbeOptions(weight_decay=1e-5))
-    largest = max(told.head_weights, key=lambda one: one.up)
+        other.append(replace(example, dependencies=arcs))  # a word is governed by who reads it most
+    attention_probe = train_attention_probe(net, other, options=ProbeOptions(weight_decay=1e-5))
+    largest = max(attention_probe.head_weights, key=lambda one: one.up)
     assert largest.up > 2 * largest.down
     assert (largest.site, largest.head) == ("encoder.1.attention", 1)
-    assert told.uas.low > told.baseline.high + 0.1
-    assert told.random_baseline is None
+    assert attention_probe.uas.low > attention_probe.baseline.high + 0.1
+    assert attention_probe.random_baseline is None
 
 
 def test_the_offset_that_is_most_often_right_is_a_baseline():
     net = build_model(BERT)
-    scenes = []
+    examples = []
     for n in range(10):
         arcs = [(word, word - 2, "any") for word in range(2, 7)] + [(0, 6, "far")]
-        scenes.append(Example({"x": random_ids(n)}, {"text": stream(list(range(7)))}, arcs))
-    told = train_attention_probe(net, scenes)
-    assert told.offset == -2
-    assert told.baseline[:3] == pytest.approx((5 / 6, 5 / 6, 5 / 6))
+        examples.append(Example({"x": random_ids(n)}, {"text": stream(list(range(7)))}, arcs))
+    attention_probe = train_attention_probe(net, examples)
+    assert attention_probe.offset == -2
+    assert attention_probe.baseline[:3] == pytest.approx((5 / 6, 5 / 6, 5 / 6))
 
 
 def test_a_seed_makes_it_the_same_again():
-    net, scenes = build_model(BERT), planted(build_model(BERT), 4, 12)
-    told = train_attention_probe(net, scenes)
-    assert train_attention_probe(net, scenes) == told
-    assert train_attention_probe(net, scenes, options=ProbeOptions(seed=1)) != told
-    assert told.data["uas"]["value"] == told.uas.value
-    assert len(told.data["head_weights"]) == 6
+    net, examples = build_model(BERT), planted(build_model(BERT), 4, 12)
+    attention_probe = train_attention_probe(net, examples)
+    assert train_attention_probe(net, examples) == attention_probe
+    assert train_attention_probe(net, examples, options=ProbeOptions(seed=1)) != attention_probe
+    assert attention_probe.data["uas"]["value"] == attention_probe.uas.value
+    assert len(attention_probe.data["head_weights"]) == 6
 
 
 # --- bad input -------------------------------------------------------------------------------------------
 
 
 def test_texts_without_arcs_are_left_out_and_counted():
-    net, scenes = build_model(BERT), planted(build_model(BERT), 4, 10)
-    root = replace(scenes[0], dependencies=[(2, -1, "root"), (2, 2, "root")])
-    told = train_attention_probe(net, [*scenes, root])
-    assert told.notes == ("1 texts without dependencies were left out",)
+    net, examples = build_model(BERT), planted(build_model(BERT), 4, 10)
+    root = replace(examples[0], dependencies=[(2, -1, "root"), (2, 2, "root")])
+    attention_probe = train_attention_probe(net, [*examples, root])
+    assert attention_probe.notes == ("1 texts without dependencies were left out",)
 
 
 def test_unsupported_models_are_refused():
-    net, scenes = build_model(BERT), planted(build_model(BERT), 4, 10)
+    net, examples = build_model(BERT), planted(build_model(BERT), 4, 10)
     for texts, reason in [
-        (scenes[:3], "3 texts with dependencies: 2 for training and 1 held out; at least two of each"),
+        (examples[:3], "3 texts with dependencies: 2 for training and 1 held out; at least two of each"),
         (
-            [replace(scenes[0], dependencies=[(0, 9, "x")])],
+            [replace(examples[0], dependencies=[(0, 9, "x")])],
             r"a dependency joins words \(0, 9\), but the tokens have words 0..6",
         ),
-        ([replace(scenes[0], streams={"text": stream([-1] * 7)})] * 9, "but the tokens have no words"),
+        ([replace(examples[0], streams={"text": stream([-1] * 7)})] * 9, "but the tokens have no words"),
     ]:
         with pytest.raises(ValueError, match=reason):
             train_attention_probe(net, texts)
     with pytest.raises(ValueError, match="in train mode"):
-        train_attention_probe(net.train(), scenes)
+        train_attention_probe(net.train(), examples)
     with pytest.raises(ValueError, match="it has no self-attention that can be observed"):
-        train_attention_probe(torch.nn.Linear(2, 2).eval(), scenes)
+        train_attention_probe(torch.nn.Linear(2, 2).eval(), examples)
     with pytest.raises(ValueError, match="weight_decay must be >= 0, got -1"):
         ProbeOptions(weight_decay=-1)
     assert len([one for one in hw.sites(translator()) if one.stack == "decoder"]) == 4

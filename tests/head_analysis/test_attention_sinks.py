@@ -42,8 +42,8 @@ def test_p_of_a_ratio_is_calibrated_and_equals_a_plain_t_test_for_equal_counts()
     draw = np.random.default_rng(0)
     x, counts = draw.normal(3, 1, (7, 1)), np.full((7, 1), 5.0)
     t = (x / 5 - 0.4).mean() / ((x / 5).std(ddof=1) / math.sqrt(7))
-    wanted = student_t_tail(np.array([t]), 6)[0]
-    assert excess_p_values((x, counts), (np.full((7, 1), 2.0), counts))[0] == pytest.approx(wanted)
+    expected = student_t_tail(np.array([t]), 6)[0]
+    assert excess_p_values((x, counts), (np.full((7, 1), 2.0), counts))[0] == pytest.approx(expected)
     counts = draw.integers(3, 40, (9, 4000)).astype(float)
     sums = counts * 0.2 + draw.normal(0, 1, counts.shape) * np.sqrt(counts)
     p = excess_p_values((sums, counts), (0.2 * counts, counts))

@@ -26,26 +26,26 @@ def text(seed: int, kind: str) -> tuple[WeightBand, list[tuple[int, int, str]]]:
     draw = np.random.default_rng(100 + seed)
     block = maps.weight_map(kind, seed, count=19)
     spelt = tuple("'s" if draw.random() < 0.3 else word for word in block.key_tokens.words)
-    told = replace(block.key_tokens, words=spelt)
-    block = replace(block, query_tokens=told, key_tokens=told)
-    words = int(told.word_index.max()) + 1
+    changed = replace(block.key_tokens, words=spelt)
+    block = replace(block, query_tokens=changed, key_tokens=changed)
+    words = int(changed.word_index.max()) + 1
     pairs = [(int(d), int(g)) for d in range(words) for g in [draw.integers(0, words)] if d != g]
     return block, [(d, g, str(draw.choice(RELATIONS))) for d, g in pairs]
 
 
 def map_of_words(block: WeightBand) -> tuple[np.ndarray, np.ndarray, TokenAnnotations]:
     """The whole map [heads, words, words] without what is no word, and who may read whom."""
-    seen: list[WeightBand] = []
-    WordBandMerger(lambda _, band: seen.append(band)).add_band(SITE, block)
-    (one,) = seen
+    recorded: list[WeightBand] = []
+    WordBandMerger(lambda _, band: recorded.append(band)).add_band(SITE, block)
+    (one,) = recorded
     those = (one.key_tokens.word_index >= 0).numpy()
     allowed = (one.allowed if one.allowed.dim() == 2 else one.allowed.any(0)).numpy()
     return one.w_HTS.numpy()[:, those][:, :, those], allowed[those][:, those], one.key_tokens
 
 
-def best(row: np.ndarray, wanted: int) -> float:
+def best(row: np.ndarray, expected: int) -> float:
     top = np.flatnonzero(row == row.max())
-    return float(wanted in top) / len(top)
+    return float(expected in top) / len(top)
 
 
 def counted(block: WeightBand, arcs: list[tuple[int, int, str]]) -> Counts:
@@ -55,12 +55,12 @@ def counted(block: WeightBand, arcs: list[tuple[int, int, str]]) -> Counts:
     w = np.concatenate([w, alike])
     found: Counts = defaultdict(list)
     for dependent, governor, relation in arcs:
-        for asks, wanted, towards in ((dependent, governor, "governor"), (governor, dependent, "dependent")):
-            if not may[asks, wanted]:
+        for value, expected, towards in ((dependent, governor, "governor"), (governor, dependent, "dependent")):
+            if not may[value, expected]:
                 continue
-            rows = np.where(may[asks], w[:, asks], -1)
-            hits = [best(row, wanted) for row in rows]
-            led = [float(asks + o == wanted) for o in range(-8, 9) if o]
+            rows = np.where(may[value], w[:, value], -1)
+            hits = [best(row, expected) for row in rows]
+            led = [float(value + o == expected) for o in range(-8, 9) if o]
             for name in (relation, "all"):
                 found[name, towards].append(np.array([*hits, *led, 1.0]))
     return found
@@ -68,8 +68,8 @@ def counted(block: WeightBand, arcs: list[tuple[int, int, str]]) -> Counts:
 
 def clark(block: WeightBand, arcs: list[tuple[int, int, str]]) -> Counts:
     """The same as the notebook of 1906.04341 counts: transposed maps, itself left out, offsets end at the last word."""
-    w, _, told = map_of_words(block)
-    spelt = [told.words[n] for n in np.flatnonzero((told.word_index >= 0).numpy())]
+    w, _, result = map_of_words(block)
+    spelt = [result.words[n] for n in np.flatnonzero((result.word_index >= 0).numpy())]
     found: Counts = defaultdict(list)
     for towards, grid in (("governor", w), ("dependent", w.transpose(0, 2, 1))):
         grid = grid.copy()
@@ -77,20 +77,20 @@ def clark(block: WeightBand, arcs: list[tuple[int, int, str]]) -> Counts:
         guess = grid.argmax(-1)
         for dependent, governor, relation in arcs:
             marked = relation == "poss" and dependent + 1 < len(spelt) and spelt[dependent + 1] in ("'s", "s'")
-            asks = dependent + 1 if marked else dependent
-            led = [float(min(asks + o, len(spelt) - 1) == governor) for o in range(-3, 3)]
+            actual = dependent + 1 if marked else dependent
+            led = [float(min(actual + o, len(spelt) - 1) == governor) for o in range(-3, 3)]
             for name in (relation, "all"):
-                found[name, towards].append(np.array([*(guess[:, asks] == governor).astype(float), *led, 1.0]))
+                found[name, towards].append(np.array([*(guess[:, actual] == governor).astype(float), *led, 1.0]))
     return found
 
 
-def scene(block: WeightBand, arcs: list[tuple[int, int, str]]) -> Example:
+def example_of(block: WeightBand, arcs: list[tuple[int, int, str]]) -> Example:
     return Example(None, {"text": block.key_tokens}, dependencies=arcs)
 
 
 def gone_through(syntax: DependencyScores, texts: list[tuple[WeightBand, list]], step: int) -> DependencyScores:
     for block, arcs in texts:
-        syntax.start_example(scene(block, arcs))
+        syntax.start_example(example_of(block, arcs))
         for band in maps.split_bands(block, step):
             syntax.add_band(SITE, band)
         syntax.finish_example()
@@ -104,18 +104,18 @@ def gone_through(syntax: DependencyScores, texts: list[tuple[WeightBand, list]],
 def test_arcs_are_counted_one_by_one(convention: str, kind: str, by_hand, step: int):
     texts = [text(seed, kind) for seed in range(6)]
     syntax = gone_through(DependencyScores(convention=convention, min_arcs=1), texts, step)
-    wanted = [by_hand(*one) for one in texts]
-    for told, own in zip(syntax.counts_by_example, wanted, strict=True):
-        there = {key: sums for (_, key), sums in told.items() if sums[-1]}
+    expected = [by_hand(*one) for one in texts]
+    for value, own in zip(syntax.counts_by_example, expected, strict=True):
+        there = {key: sums for (_, key), sums in value.items() if sums[-1]}
         assert set(there) == set(own)
         for key, rows in own.items():
             assert np.allclose(there[key], sum(rows)), key
     draws = draw_resamples(6, 300, 0)
     measures = syntax.measures(draws)
-    tests = maps.HEADS * len({key for own in wanted for key in own})
-    for relation, towards in {key for own in wanted for key in own}:
+    tests = maps.HEADS * len({key for own in expected for key in own})
+    for relation, towards in {key for own in expected for key in own}:
         none = np.zeros(maps.HEADS + syntax.convention.num_baselines + 1)
-        each = np.array([sum(own.get((relation, towards), []), none) for own in wanted])
+        each = np.array([sum(own.get((relation, towards), []), none) for own in expected])
         share = each.sum(0)[:-1] / each.sum(0)[-1]
         again = draws @ each
         with np.errstate(invalid="ignore"):
@@ -135,15 +135,28 @@ def test_a_head_that_follows_a_relation_is_above_and_one_at_an_offset_is_not():
     texts, draw = [], np.random.default_rng(0)
     for n in range(60):
         count = 12
-        told = TokenAnnotations(torch.arange(count), ("w",) * count, *[torch.zeros(count, dtype=torch.bool)] * 3,
-                      torch.arange(count), torch.ones(count))  # fmt: skip
+        flags = [torch.zeros(count, dtype=torch.bool)] * 3
+        token_annotations = TokenAnnotations(
+            torch.arange(count), ("w",) * count, *flags, torch.arange(count), torch.ones(count)
+        )
         governor = draw.integers(0, count, count)
         arcs = [(d, int(g), "nsubj") for d, g in enumerate(governor) if d != g]
         w = np.zeros((3, count, count))
         w[0, range(count), governor if n % 10 else draw.integers(0, count, count)] = 1
         w[1, range(count), [0, *range(count - 1)]] = 1
         w[2] = draw.random((count, count))
-        texts.append((WeightBand(torch.from_numpy(w), torch.ones(count, count, dtype=torch.bool), 0, told, told), arcs))
+        texts.append(
+            (
+                WeightBand(
+                    torch.from_numpy(w),
+                    torch.ones(count, count, dtype=torch.bool),
+                    0,
+                    token_annotations,
+                    token_annotations,
+                ),
+                arcs,
+            )
+        )
     syntax = gone_through(DependencyScores(), texts, 12)
     measures = syntax.measures(draw_resamples(60, 500, 0))
     name = "syntactic nsubj to governor"
@@ -161,7 +174,7 @@ def test_none_of_many_random_heads_is_above_its_baseline():
         noise = torch.from_numpy(draw.random((30, 19, 19)))
         texts.append((replace(base, w_HTS=noise / noise.sum(-1, keepdim=True)), arcs))
     measures = gone_through(DependencyScores(), texts, 19).measures(draw_resamples(40, 300, 0))
-    found = [one for told in measures.values() for one in told.values()]
+    found = [one for value in measures.values() for one in value.values()]
     assert len(found) == 30 * 2 * (len(RELATIONS) + 1)
     assert not any(one.is_above_chance for one in found)
 
@@ -185,14 +198,14 @@ def test_measures_of_one_relation():
 def test_arcs_out_of_range_are_refused(arc: tuple[int, int, str]):
     block, _ = text(0, "full")
     with pytest.raises(ValueError, match="names a word that does not exist: the tokens have words 0"):
-        DependencyScores().start_example(scene(block, [arc]))
+        DependencyScores().start_example(example_of(block, [arc]))
 
 
 def test_arcs_of_tokens_that_are_of_no_word_are_refused():
     block, arcs = text(0, "full")
-    told = replace(block.key_tokens, word_index=torch.full_like(block.key_tokens.word_index, -1))
+    changed = replace(block.key_tokens, word_index=torch.full_like(block.key_tokens.word_index, -1))
     with pytest.raises(ValueError, match="the tokens have no words"):
-        DependencyScores().start_example(Example(None, {"text": told}, dependencies=arcs))
+        DependencyScores().start_example(Example(None, {"text": changed}, dependencies=arcs))
 
 
 def test_unknown_words_are_refused():
@@ -200,7 +213,7 @@ def test_unknown_words_are_refused():
     with pytest.raises(ValueError, match="unknown convention='clarke'; did you mean 'clark'"):
         DependencyScores(convention="clarke")
     with pytest.raises(ValueError, match="unknown stream='sourse'; use one of text"):
-        DependencyScores(stream="sourse").start_example(scene(block, arcs))
+        DependencyScores(stream="sourse").start_example(example_of(block, arcs))
 
 
 def test_the_interval_of_a_share_is_between_0_and_1():

@@ -28,19 +28,19 @@ from headwise.inspect.attention_sites import find_attention
 from support.number_examples import WORDS, make_examples, small_gpt2
 
 
-def layer(**said: Any) -> AttentionCircuits:
+def layer(**options: Any) -> AttentionCircuits:
     """The circuits of one attention of 8 channels and 4 heads with weights in float64."""
     torch.manual_seed(0)
-    made = hw.Attention(hw.design(**({"model": 8, "heads": 4} | said))).double()
+    built = hw.Attention(hw.design(**({"model": 8, "heads": 4} | options))).double()
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in built.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_()
-    (one,) = get_circuits(torch.nn.ModuleList([made])).values()
+    (one,) = get_circuits(torch.nn.ModuleList([built])).values()
     return one
 
 
-def drawn(rank: int = 2, wide: int = 7, seed: int = 0) -> LowRankMap:
+def random_map(rank: int = 2, wide: int = 7, seed: int = 0) -> LowRankMap:
     draw = torch.Generator().manual_seed(seed)
     return LowRankMap(
         *(torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((wide, rank), (rank, wide)))
@@ -50,26 +50,26 @@ def drawn(rank: int = 2, wide: int = 7, seed: int = 0) -> LowRankMap:
 # --- the maps ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("said", [{}, {"kv": 2}, {"kv": 1, "vdim": 3}, {"source": 6}, {"merge": hw.SumHeads()},
+@pytest.mark.parametrize("options", [{}, {"kv": 2}, {"kv": 1, "vdim": 3}, {"source": 6}, {"merge": hw.SumHeads()},
                                   {"merge": hw.SumHeads(of="mean"), "bias": "o"}])  # fmt: skip
-def test_scores_and_outputs_are_those_of_the_layer(said: dict[str, Any]):
-    made = layer(**said)
-    x, z = torch.randn(1, 5, 8, dtype=torch.float64), torch.randn(1, 6, said.get("source", 8), dtype=torch.float64)
-    z = z if "source" in said else x
+def test_scores_and_outputs_are_those_of_the_layer(options: dict[str, Any]):
+    outputs = layer(**options)
+    x, z = torch.randn(1, 5, 8, dtype=torch.float64), torch.randn(1, 6, options.get("source", 8), dtype=torch.float64)
+    z = z if "source" in options else x
     probe = hw.Probe("scores", "weights", "heads")
     with torch.no_grad():
-        y = made.layer(x, source=z if "source" in said else None, probe=probe)
-        nothing = made.layer.merge_heads(torch.zeros_like(probe.tensors["heads"]))
+        y = outputs.layer(x, source=z if "source" in options else None, probe=probe)
+        nothing = outputs.layer.merge_heads(torch.zeros_like(probe.tensors["heads"]))
     total = torch.zeros_like(y[0])
     for head in range(4):
-        qk, ov = made.qk_circuit(head), made.ov_circuit(head)
+        qk, ov = outputs.qk_circuit(head), outputs.ov_circuit(head)
         scores = x[0] @ qk.product @ z[0].T / math.sqrt(2)
         torch.testing.assert_close(probe.tensors["scores"][0, head], scores.detach())
         total += probe.tensors["weights"][0, head] @ z[0] @ ov.product
         said_one = torch.zeros_like(probe.tensors["heads"])
         said_one[0, :, head] = probe.tensors["heads"][0, :, head]
-        wrote = probe.tensors["heads"][0, :, head] @ made.output_map(head)
-        torch.testing.assert_close(wrote, (made.layer.merge_heads(said_one) - nothing)[0].detach())
+        wrote = probe.tensors["heads"][0, :, head] @ outputs.output_map(head)
+        torch.testing.assert_close(wrote, (outputs.layer.merge_heads(said_one) - nothing)[0].detach())
     torch.testing.assert_close(total + nothing[0], y[0])
 
 
@@ -82,10 +82,10 @@ def test_models_of_transformers_are_read_from_their_live_weights(name: str):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)  # whatever a folder says
-    made = get_circuits(model)
-    assert [one.site.name for one in find_attention(model)] == list(made)
-    wide = made[next(iter(made))].spec.heads.dim * 4
-    first = next(iter(made.values()))
+    circuits = get_circuits(model)
+    assert [one.site.name for one in find_attention(model)] == list(circuits)
+    wide = circuits[next(iter(circuits))].spec.heads.dim * 4
+    first = next(iter(circuits.values()))
     own = dict(model.named_parameters())
     names = {"bert": "encoder.layer.0.attention.self.query.weight", "gpt2": "transformer.h.0.attn.c_attn.weight",
              "llama": "model.layers.0.self_attn.q_proj.weight", "qwen3": "model.layers.0.self_attn.q_proj.weight",
@@ -121,9 +121,9 @@ def test_layers_without_such_maps_are_refused():
 
 
 def test_operations_that_circuits_leave_out_are_reported():
-    made = layer(modifiers=(hw.Rotary(), hw.TalkingHeads()))
-    assert "Rotary() changes q and k token by token" in made.caveats
-    assert any("mixes heads" in one for one in made.caveats)
+    outputs = layer(modifiers=(hw.Rotary(), hw.TalkingHeads()))
+    assert "Rotary() changes q and k token by token" in outputs.caveats
+    assert any("mixes heads" in one for one in outputs.caveats)
     assert layer().caveats == ()
 
 
@@ -131,7 +131,7 @@ def test_operations_that_circuits_leave_out_are_reported():
 
 
 def test_the_inner_product_is_that_of_full_products():
-    one, other = drawn(seed=1), drawn(rank=3, seed=2)
+    one, other = random_map(seed=1), random_map(rank=3, seed=2)
     a, b = one.product.numpy(), other.product.numpy()
     assert map_similarity(one, other) == pytest.approx((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b))
     assert map_similarity(one, LowRankMap(-2 * one.left, one.right)) == pytest.approx(-1)
@@ -143,52 +143,53 @@ def test_the_inner_product_is_that_of_full_products():
 @pytest.mark.parametrize("which", ["qk", "ov"])
 def test_kin_of_all_heads_of_a_model(which: str):
     net = small_gpt2()
-    told, made = compare_circuits(net, which), get_circuits(net)
+    circuits, result = compare_circuits(net, which), get_circuits(net)
     whole = [
-        getattr(one, f"{which}_circuit")(head).product.double().numpy() for one in made.values() for head in range(4)
+        getattr(one, f"{which}_circuit")(head).product.double().numpy() for one in result.values() for head in range(4)
     ]
     for one, other in ((0, 0), (1, 6), (5, 2)):
         a, b = whole[one], whole[other]
-        wanted = (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)
-        assert told.values[one, other].item() == pytest.approx(wanted, abs=1e-6)
-    assert told.heads[6] == ("decoder.1.attention", 1, 2)
+        expected = (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)
+        assert circuits.values[one, other].item() == pytest.approx(expected, abs=1e-6)
+    assert circuits.heads[6] == ("decoder.1.attention", 1, 2)
     with pytest.raises(ValueError, match="unknown circuit='vo'; use 'qk' or 'ov'"):
         compare_circuits(net, "vo")
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_angles_are_those_of_full_products(side: str):
-    one, other = drawn(seed=1), drawn(rank=3, seed=2)
+    one, other = random_map(seed=1), random_map(rank=3, seed=2)
     spans: list[np.ndarray] = []
     for each in (one, other):
         u, size, v = np.linalg.svd(each.product.numpy())
         rank = int((size > 1e-9).sum())
         spans.append(u[:, :rank] if side == "left" else v[:rank].T)
-    wanted = np.arccos(np.clip(np.linalg.svd(spans[0].T @ spans[1], compute_uv=False), -1, 1))
-    np.testing.assert_allclose(principal_angles(one, other, side).numpy(), wanted, atol=1e-7)
+    expected = np.arccos(np.clip(np.linalg.svd(spans[0].T @ spans[1], compute_uv=False), -1, 1))
+    np.testing.assert_allclose(principal_angles(one, other, side).numpy(), expected, atol=1e-7)
     with pytest.raises(ValueError, match="unknown side='up'; use 'left'"):
         principal_angles(one, other, "up")
 
 
 def test_squared_cosines_of_drawn_subspaces_are_their_share_of_the_width():
-    told = [
-        principal_angles(drawn(seed=n, wide=20), drawn(seed=n + 500, wide=20)).cos().square().mean() for n in range(150)
+    values = [
+        principal_angles(random_map(seed=n, wide=20), random_map(seed=n + 500, wide=20)).cos().square().mean()
+        for n in range(150)
     ]
-    assert float(torch.stack(told).mean()) == pytest.approx(2 / 20, rel=0.15)
+    assert float(torch.stack(values).mean()) == pytest.approx(2 / 20, rel=0.15)
 
 
 def test_singular_values_are_those_of_the_full_product():
-    one = drawn(rank=3)
-    wanted = np.linalg.svd(one.product.numpy(), compute_uv=False)
-    np.testing.assert_allclose(one.singular_values.numpy(), wanted[:3], atol=1e-9)
-    assert wanted[3:].max() < 1e-9
+    one = random_map(rank=3)
+    expected = np.linalg.svd(one.product.numpy(), compute_uv=False)
+    np.testing.assert_allclose(one.singular_values.numpy(), expected[:3], atol=1e-9)
+    assert expected[3:].max() < 1e-9
 
 
 # --- copying -------------------------------------------------------------------------------------------
 
 
 def test_copying_of_the_whole_map_from_tokens_to_tokens():
-    ov, draw = drawn(rank=3), torch.Generator().manual_seed(5)
+    ov, draw = random_map(rank=3), torch.Generator().manual_seed(5)
     embed = torch.randn(11, 7, generator=draw, dtype=torch.float64)
     unembed = torch.randn(7, 11, generator=draw, dtype=torch.float64)
     values = np.linalg.eigvals((embed @ ov.product @ unembed).numpy())
@@ -234,10 +235,10 @@ def test_a_model_without_token_outputs_uses_its_embedding_table():
 
 def test_norms_and_shares_of_written_vectors():
     net, texts = small_gpt2(), make_examples(4)
-    told = {(one.site, one.head): one for one in measure_residual_contributions(net, texts)}
+    values = {(one.site, one.head): one for one in measure_residual_contributions(net, texts)}
     norms: list[Tensor] = []
     shares: list[Tensor] = []
-    made = get_circuits(net)["decoder.1.attention"].layer
+    layer = get_circuits(net)["decoder.1.attention"].layer
     for text in texts:
         probe = hw.Probe("heads")
         net.probes = {"decoder.1.attention": probe}
@@ -245,7 +246,7 @@ def test_norms_and_shares_of_written_vectors():
             net(text.inputs["x"])
             z = probe.tensors["heads"]
             each = torch.stack([
-                made.merge_heads(z * (torch.arange(4) == head)[:, None])[0] - made.merge_heads(0 * z)[0] for head in range(4)  # noqa: E501 - one case a line
+                layer.merge_heads(z * (torch.arange(4) == head)[:, None])[0] - layer.merge_heads(0 * z)[0] for head in range(4)  # noqa: E501 - one case a line
             ])  # fmt: skip
         net.probes = {}
         whole = each.sum(0)
@@ -253,12 +254,14 @@ def test_norms_and_shares_of_written_vectors():
         shares.append(((each * whole).sum(-1) / whole.square().sum(-1)).T)
     norm, share = torch.cat(norms).mean(0), torch.cat(shares).mean(0)
     for head in range(4):
-        one = told["decoder.1.attention", head]
+        one = values["decoder.1.attention", head]
         assert one.norm.value == pytest.approx(norm[head].item(), rel=1e-4)
         assert one.share.value == pytest.approx(share[head].item(), rel=1e-3, abs=1e-5)
         assert one.share.chance == 0.25
         assert one.norm.low <= one.norm.value <= one.norm.high
-    assert sum(one.share.value for (site, _), one in told.items() if site == "decoder.0.attention") == pytest.approx(1)
+    assert sum(one.share.value for (site, _), one in values.items() if site == "decoder.0.attention") == pytest.approx(
+        1
+    )
 
 
 def test_vectors_written_in_pieces_sum_to_the_whole(monkeypatch: pytest.MonkeyPatch):

@@ -147,11 +147,11 @@ def p_value(value: float, low: float, high: float, chance: float) -> float:
 
 
 def head(**measures: tuple[float, ...]) -> HeadMeasures:
-    told = {
+    results = {
         name.replace("_", " "): Measure(*values[:4], rows=values[4] if len(values) > 4 else 300, p=p_value(*values[:4]))
         for name, values in measures.items()
     }
-    return HeadMeasures("decoder", "attention", 0, 0, 0, FIRST, told)
+    return HeadMeasures("decoder", "attention", 0, 0, 0, FIRST, results)
 
 
 def called(one: HeadMeasures, criteria: str = "ours") -> dict[str, float]:
@@ -203,7 +203,7 @@ def test_unclear_heads_name_their_closest_class():
     assert found.evidence == f"no measure is clearly above chance; the strongest candidate is sink: {most}"
 
 
-@pytest.mark.parametrize(("measures", "wanted"), [
+@pytest.mark.parametrize(("measures", "options"), [
     ({"clark_next": (0.51,) * 4}, {"next": 0.51}),
     ({"clark_previous": (0.49,) * 4, "clark_next": (0.5,) * 4}, {"unclear": 0}),
     ({"clark_separator": (0.61,) * 4, "clark_first": (0.6,) * 4, "clark_punctuation": (0.7,) * 4},
@@ -211,29 +211,29 @@ def test_unclear_heads_name_their_closest_class():
     ({"clark_entropy": (3.9, 3.8, 4.0, 4.5)}, {"broad": pytest.approx(3.9 / 4.5)}),
     ({"clark_entropy": (3.7, 3.6, 4.0, 4.5)}, {"unclear": 0}),
 ])  # fmt: skip
-def test_clarks_bounds(measures: dict, wanted: dict):
-    assert called(head(**measures), "clark") == wanted
+def test_clarks_bounds(measures: dict, options: dict):
+    assert called(head(**measures), "clark") == options
 
 
-@pytest.mark.parametrize(("position", "sure", "wanted"), [
+@pytest.mark.parametrize(("position", "sure", "options"), [
     (0.9, 0.81, {"offset -3": 0.9}), (0.89, 0.81, {"unclear": 0}), (0.9, 0.8, {"unclear": 0}),
 ])  # fmt: skip
-def test_voitas_bounds(position: float, sure: float, wanted: dict):
-    told = {"voita_position": (position,) * 4, "voita_confidence": (sure,) * 4, "voita_peak": (-3.0,) * 4}
-    assert called(head(**told), "voita") == wanted
+def test_voitas_bounds(position: float, sure: float, options: dict):
+    fields = {"voita_position": (position,) * 4, "voita_confidence": (sure,) * 4, "voita_peak": (-3.0,) * 4}
+    assert called(head(**fields), "voita") == options
 
 
 def test_voitas_relations_are_ten_points_above_the_best_offset():
-    told = {"voita_rare": (0.66,) * 4, "syntactic_obj_to_governor": (0.5, 0.1, 0.9, 0.4),
+    options = {"voita_rare": (0.66,) * 4, "syntactic_obj_to_governor": (0.5, 0.1, 0.9, 0.4),
             "syntactic_det_to_governor": (0.49, 0.48, 0.5, 0.4)}  # fmt: skip
-    assert called(head(**told), "voita") == {"rare-token": 0.66, "syntactic obj to governor": 0.5}
+    assert called(head(**options), "voita") == {"rare-token": 0.66, "syntactic obj to governor": 0.5}
 
 
-@pytest.mark.parametrize(("criteria", "wanted"), [("clark", {0: "previous"}), ("voita", {0: "previous"})])
-def test_published_criteria_name_a_head_set_by_hand(criteria: str, wanted: dict[int, str]):
+@pytest.mark.parametrize(("criteria", "options"), [("clark", {0: "previous"}), ("voita", {0: "previous"})])
+def test_published_criteria_name_a_head_set_by_hand(criteria: str, options: dict[int, str]):
     chosen = MeasureOptions(literature_metrics.metrics_for_criteria(criteria))
     table = classify_heads(measure_heads(handmade.decoder(), handmade.texts(20), options=chosen), criteria=criteria)
-    for number, name in wanted.items():
+    for number, name in options.items():
         assert name in names(table, FIRST, number)
     assert "previous" not in names(table, FIRST, 2)
 
@@ -261,10 +261,10 @@ def test_fewer_than_two_texts_leave_no_interval(count: int):
 
 
 def test_tokens_that_are_not_the_models_are_refused():
-    scenes = handmade.texts(3)
-    wrong = Example(scenes[0].inputs, scenes[1].streams)
+    examples = handmade.texts(3)
+    wrong = Example(examples[0].inputs, examples[1].streams)
     with pytest.raises(ValueError, match="tokens; annotate every token as the model's tokenizer makes them"):
-        measure_heads(handmade.decoder(), [wrong, scenes[2]])
+        measure_heads(handmade.decoder(), [wrong, examples[2]])
 
 
 def test_attention_outside_sinks_is_reported():
@@ -278,10 +278,10 @@ def test_units_are_tokens_or_words():
         measure_heads(handmade.decoder(), handmade.texts(2), options=MeasureOptions(units="word"))
 
 
-def _arcs(scenes: Sequence[Example]) -> list[Example]:
+def _arcs(examples: Sequence[Example]) -> list[Example]:
     """The same texts, each word dependent on the first."""
     found: list[Example] = []
-    for one in scenes:
+    for one in examples:
         arcs = [(word, 0, "nsubj") for word in range(1, one.streams["text"].count)]
         found.append(Example(one.inputs, one.streams, arcs))
     return found

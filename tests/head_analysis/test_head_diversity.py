@@ -33,7 +33,7 @@ def heads(layers: int, each: int) -> tuple[HeadLocation, ...]:
     )
 
 
-def drawn(count: int, seed: int, rows: int = 3, keys: int = 7, sharp: float = 2.0) -> Tensor:
+def random_weights(count: int, seed: int, rows: int = 3, keys: int = 7, sharp: float = 2.0) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
     return (sharp * torch.randn(count, rows, keys, generator=draw)).softmax(-1)
 
@@ -59,45 +59,45 @@ def spread(weights: Array) -> float:
 
 
 def test_the_spread_as_it_is_defined_of_layers_of_several_sizes():
-    weights = drawn(7, 0)
+    weights = random_weights(7, 0)
     who = (*heads(1, 4), *(HeadLocation("decoder.1.attention", 1, head) for head in range(3)))
     adding = DiversitySums(who, 9, 0)
     adding.add(0, rows_of(weights))
     found = adding.layer_diversities(10, 0)
-    told = weights.double().numpy()
-    assert [one.spread.value for one in found] == pytest.approx([spread(told[:4]), spread(told[4:])], abs=1e-6)
+    result = weights.double().numpy()
+    assert [one.spread.value for one in found] == pytest.approx([spread(result[:4]), spread(result[4:])], abs=1e-6)
     assert [one.heads for one in found] == [4, 3]
 
 
 def test_the_least_and_the_most_that_heads_spread():
-    alike, apart = torch.zeros(4, 2, 9), torch.zeros(4, 2, 9)
+    alike, separate = torch.zeros(4, 2, 9), torch.zeros(4, 2, 9)
     alike[..., 0] = 1
-    apart[torch.arange(4), :, torch.arange(4)] = 1
-    both = torch.cat([alike, apart])
+    separate[torch.arange(4), :, torch.arange(4)] = 1
+    both = torch.cat([alike, separate])
     sums, counts = spread_of_sets(both, torch.eye(2).repeat_interleave(4, 1), torch.ones(8, 2))
     assert (sums / counts).tolist() == pytest.approx([0, 1], abs=1e-6)
 
 
 def test_the_spread_of_a_row_is_that_of_the_heads_that_count_it():
-    weights = drawn(6, 3, rows=5)
+    weights = random_weights(6, 3, rows=5)
     counted = torch.rand(6, 5, generator=torch.Generator().manual_seed(2)) < 0.6
     sets = torch.tensor([[1.0, 1, 1, 0, 0, 0], [0, 1, 0, 1, 1, 1]])
     sums, counts = spread_of_sets(weights * counted[..., None], sets, counted)
-    told = weights.double().numpy()
+    result = weights.double().numpy()
     for n, members in enumerate(([0, 1, 2], [1, 3, 4, 5])):
         by_row = [[head for head in members if counted[head, row]] for row in range(5)]
-        wanted = [spread(told[heads][:, [row]]) for row, heads in enumerate(by_row) if len(heads) > 1]
-        assert counts[n] == len(wanted)
-        assert float(sums[n]) == pytest.approx(sum(wanted), abs=1e-5)
+        expected = [spread(result[heads][:, [row]]) for row, heads in enumerate(by_row) if len(heads) > 1]
+        assert counts[n] == len(expected)
+        assert float(sums[n]) == pytest.approx(sum(expected), abs=1e-5)
 
 
 def test_text_by_text_is_all_at_once():
-    who, texts = heads(2, 3), [drawn(6, seed, rows=2 + seed) for seed in range(4)]
-    apart, whole = DiversitySums(who, 9, 0), DiversitySums(who, 9, 0)
+    who, texts = heads(2, 3), [random_weights(6, seed, rows=2 + seed) for seed in range(4)]
+    diversity_sums, whole = DiversitySums(who, 9, 0), DiversitySums(who, 9, 0)
     for number, weights in enumerate(texts):
-        apart.add(number, rows_of(weights))
+        diversity_sums.add(number, rows_of(weights))
     whole.add(0, rows_of(torch.cat(texts, 1)))
-    one, other = apart.layer_diversities(10, 0), whole.layer_diversities(10, 0)
+    one, other = diversity_sums.layer_diversities(10, 0), whole.layer_diversities(10, 0)
     assert [a.spread.value for a in one] == pytest.approx([b.spread.value for b in other])
     assert [a.spread.chance for a in one] == pytest.approx([b.spread.chance for b in other])
 
@@ -106,7 +106,7 @@ def test_permuted_heads_give_a_calibrated_null():
     who, least, chances = heads(3, 4), [], []
     for trial in range(80):
         adding = DiversitySums(who, 39, trial)
-        adding.add(0, rows_of(drawn(12, trial)))
+        adding.add(0, rows_of(random_weights(12, trial)))
         found = adding.layer_diversities(2, 0)
         least.append(min(one.p for one in found))
         chances += [one.spread.value - one.spread.chance for one in found]
@@ -115,7 +115,7 @@ def test_permuted_heads_give_a_calibrated_null():
 
 
 def test_a_layer_whose_heads_are_alike_is_found():
-    who, weights = heads(5, 6), drawn(30, 1, rows=20, sharp=4.0)
+    who, weights = heads(5, 6), random_weights(30, 1, rows=20, sharp=4.0)
     weights[6:12] = weights[6] * 0.9 + weights[6:12] * 0.1
     adding = DiversitySums(who, 99, 0)
     adding.add(0, rows_of(weights))
@@ -128,7 +128,7 @@ def test_a_layer_whose_heads_are_alike_is_found():
 def test_a_single_head_or_a_single_layer_has_no_chance():
     for who in (heads(1, 3), heads(3, 1)):
         adding = DiversitySums(who, 9, 0)
-        adding.add(0, rows_of(drawn(3, 0)))
+        adding.add(0, rows_of(random_weights(3, 0)))
         found = adding.layer_diversities(2, 0)
         assert all(math.isnan(one.p) for one in found)
         assert found[0].data["p"] is None
@@ -141,25 +141,25 @@ def test_the_spread_of_a_model_is_that_of_its_layers():
         .readers[0]
         .layers
     )
-    seen: list[Array] = []
+    recorded: list[Array] = []
     for text in texts:
         probes = {f"decoder.{n}.attention": hw.Probe("weights") for n in range(2)}
         net.probes = probes
         with torch.no_grad():
             net(text.inputs["x"])
         net.probes = {}
-        seen.append(np.stack([probe.tensors["weights"][0].double().numpy() for probe in probes.values()]))
-    count = sum(one.shape[2] for one in seen)
+        recorded.append(np.stack([probe.tensors["weights"][0].double().numpy() for probe in probes.values()]))
+    count = sum(one.shape[2] for one in recorded)
     for layer, one in enumerate(found):
-        wanted = sum(spread(weights[layer]) * weights.shape[2] for weights in seen) / count
-        assert one.spread.value == pytest.approx(wanted, abs=1e-6)
+        expected = sum(spread(weights[layer]) * weights.shape[2] for weights in recorded) / count
+        assert one.spread.value == pytest.approx(expected, abs=1e-6)
         assert one.spread.low <= one.spread.value <= one.spread.high
 
 
 # --- heads that stand apart ----------------------------------------------------------------------------
 
 
-def apart(seed: int, odd: int | None = None) -> Array:
+def layer_distances(seed: int, odd: int | None = None) -> Array:
     """Distances of three layers of eight heads, one of which may be far from its own."""
     places = np.random.default_rng(seed).normal(size=(24, 6))
     if odd is not None:
@@ -168,19 +168,19 @@ def apart(seed: int, odd: int | None = None) -> Array:
 
 
 def test_a_head_far_from_its_layer_is_found_and_no_other():
-    found = find_outliers(apart(0, odd=11), heads(3, 8))
+    found = find_outliers(layer_distances(0, odd=11), heads(3, 8))
     assert found[0].head == HeadLocation("decoder.1.attention", 1, 3)
     assert found[0].p < 0.05 < found[1].p
-    assert found[0].distance == pytest.approx(apart(0, odd=11)[11, [8, 9, 10, 12, 13, 14, 15]].mean())
+    assert found[0].distance == pytest.approx(layer_distances(0, odd=11)[11, [8, 9, 10, 12, 13, 14, 15]].mean())
 
 
 def test_few_outliers_are_found_without_odd_heads():
-    hits = sum(find_outliers(apart(trial), heads(3, 8), num_draws=4000)[0].p < 0.05 for trial in range(60))
+    hits = sum(find_outliers(layer_distances(trial), heads(3, 8), num_draws=4000)[0].p < 0.05 for trial in range(60))
     assert hits <= 8
 
 
 def test_deviations_are_students():
-    far = apart(3)[:8, :8]
+    far = layer_distances(3)[:8, :8]
     found = {one.head.head: one for one in find_outliers(far, heads(1, 8), num_draws=200_000)}
     logs = np.log(far.sum(1) / 7)
     for head in range(8):
@@ -193,7 +193,7 @@ def test_deviations_are_students():
 
 
 def test_layers_of_two_heads_have_no_odd_one():
-    assert find_outliers(apart(0)[:4, :4], heads(2, 2)) == ()
+    assert find_outliers(layer_distances(0)[:4, :4], heads(2, 2)) == ()
 
 
 # --- depth ---------------------------------------------------------------------------------------------
@@ -228,9 +228,9 @@ def test_diversity_of_a_native_model():
     net, texts = small_gpt2(layers=3), make_examples(4)
     found = measure_rank_collapse(net, texts)
     with torch.no_grad():
-        told = [[rank_one_residual(x) for x in states(net, text.inputs["x"])] for text in texts]
+        values = [[rank_one_residual(x) for x in states(net, text.inputs["x"])] for text in texts]
     assert [one.layers for one in found] == [0, 1, 2, 3]
-    assert [one.residual.value for one in found] == pytest.approx(np.mean(told, 0))
+    assert [one.residual.value for one in found] == pytest.approx(np.mean(values, 0))
     assert all(one.residual.low <= one.residual.value <= one.residual.high for one in found)
     assert not any(module._forward_hooks for module in net.modules())
 
@@ -271,12 +271,12 @@ def test_diversity_of_transformers_models(name: str):
                  for one in texts]  # fmt: skip
     found = measure_rank_collapse(model, texts)
     with torch.no_grad():
-        said = [model(**one.inputs, output_hidden_states=True) for one in texts]
+        values = [model(**one.inputs, output_hidden_states=True) for one in texts]
     key = "decoder_hidden_states" if name == "bart" else "hidden_states"
-    wanted = np.mean([rank_one_residual(one[key][1][0]) for one in said])
+    expected = np.mean([rank_one_residual(one[key][1][0]) for one in values])
     stack = "decoder" if name == "bart" else "states"
     assert {one.stack for one in found} == ({"encoder", "decoder"} if name == "bart" else {"states"})
-    assert next(one for one in found if (one.stack, one.layers) == (stack, 1)).residual.value == pytest.approx(wanted)
+    assert next(one for one in found if (one.stack, one.layers) == (stack, 1)).residual.value == pytest.approx(expected)
     with pytest.raises(ValueError, match="leave variant out, or use a headwise model"):
         measure_rank_collapse(model, texts, variant=ForwardVariant())
 

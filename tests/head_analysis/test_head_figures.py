@@ -123,7 +123,7 @@ def visible_texts(figure: Figure) -> Iterator[Text]:
             yield text
 
 
-def drawn(name: str, theme_name: str = "light") -> Figure:
+def draw_figure(name: str, theme_name: str = "light") -> Figure:
     theme = FIGURE_THEMES[theme_name]
     with figure_style(theme):
         figure = FIGURES[name](theme)
@@ -133,7 +133,7 @@ def drawn(name: str, theme_name: str = "light") -> Figure:
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_no_text_is_clipped_or_overlaps_another(name: str):
-    figure = drawn(name)
+    figure = draw_figure(name)
     texts = list(visible_texts(figure))
     boxes = [text.get_window_extent() for text in texts]
     page = figure.bbox
@@ -149,22 +149,22 @@ def test_no_text_is_clipped_or_overlaps_another(name: str):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_titles_name_the_model_and_axes_have_names(name: str):
-    figure = drawn(name, "dark")
+    figure = draw_figure(name, "dark")
     assert MODEL in figure.get_suptitle().replace("\n", "")
-    said = " ".join(text.get_text() for text in visible_texts(figure))
-    wanted = {
+    message = " ".join(text.get_text() for text in visible_texts(figure))
+    expected = {
         "grid": ("head", "attention layer", "a stronger colour is a higher score"),
         "layers": ("entropy (nats)", "attention layer", "95 % intervals"),
         "importance": ("importance by leave-one-out", "heads by decreasing importance", "95 % interval"),
         "map": ("nats of Jensen-Shannon divergence", "stress of the map 0.21"),
         "pair": ("query", "key", "thicker, stronger lines are larger weights"),
     }
-    words = next((words for end, words in wanted.items() if name.endswith(end)), ("query", "key", SCALE_LABEL))
+    words = next((words for end, words in expected.items() if name.endswith(end)), ("query", "key", SCALE_LABEL))
     for word in words:
-        assert word in said.replace("\n", " "), word
+        assert word in message.replace("\n", " "), word
 
 
-def test_colour_is_the_square_root_of_the_weight_and_the_scale_says_so():
+def test_colour_and_scale_show_the_square_root_of_the_weight():
     theme = FIGURE_THEMES["light"]
     shown = HeadPicture("a head", "sink", np.array([[0.25, 0.75], [1.0, 0.0]]), ["a", "b"], ["a", "b"])
     with figure_style(theme):

@@ -61,21 +61,21 @@ def asked_of(name: str) -> Any:
     return SMALL if name == "bert" else "next-token"
 
 
-def loss_of(model: nn.Module, scene: Example, objective: Any, number: int) -> Tensor:
+def loss_of(model: nn.Module, example: Example, objective: Any, number: int) -> Tensor:
     """The loss of a text, by the definition."""
     if objective == "next-token":
-        text = next(iter(scene.inputs.values()))
-        said = model(text)
-        logits = said if isinstance(said, Tensor) else said.logits
+        text = next(iter(example.inputs.values()))
+        outputs = model(text)
+        logits = outputs if isinstance(outputs, Tensor) else outputs.logits
         return -logits[0, :-1].log_softmax(-1)[range(text.shape[1] - 1), text[0, 1:]].mean()
-    question = SMALL.prepare_input(model, scene, number)
+    question = SMALL.prepare_input(model, example, number)
     logits = model(**question.inputs.kwargs).logits[0]
     places = (question.labels != -100).nonzero().flatten()
     return -logits.log_softmax(-1)[places, question.labels[places]].mean()
 
 
-def mean_of(told: Sequence[Tensor]) -> float:
-    return float(torch.stack(list(told)).detach().mean())
+def mean_of(value: Sequence[Tensor]) -> float:
+    return float(torch.stack(list(value)).detach().mean())
 
 
 def values(result: Any) -> np.ndarray:
@@ -92,15 +92,15 @@ def projections(model: nn.Module, name: str) -> list[nn.Module]:
 
 @pytest.mark.parametrize("name", list(THEIRS))
 def test_leaving_out_is_a_copy_without_the_columns(name: str):
-    model, asked = theirs(name), asked_of(name)
+    model, request = theirs(name), asked_of(name)
     texts = make_examples(model, 3)
-    result = estimate_importance(model, texts, objective=asked)
+    result = estimate_importance(model, texts, objective=request)
     assert any("runs in full" in note for note in result.notes)
     for site, head in [(hw.sites(model)[0], 1), (hw.sites(model)[1], 3)]:
         other = copy.deepcopy(model)
         without_columns(other, site.path, THEIRS[name].out, head, 8)
         pairs = enumerate(texts)
-        more = [loss_of(other, one, asked, n) - loss_of(model, one, asked, n) for n, one in pairs]
+        more = [loss_of(other, one, request, n) - loss_of(model, one, request, n) for n, one in pairs]
         assert result.head(site.name, head).value == pytest.approx(mean_of(more), abs=1e-12)
 
 
@@ -117,13 +117,13 @@ def test_ablation_reaches_two_stacks_of_a_transformers_model():
     for path in ("model.encoder.layers.0.self_attn", "model.decoder.layers.1.encoder_attn"):
         other, (site,) = copy.deepcopy(model), (site.name for site in hw.sites(model) if site.path == path)
         without_columns(other, path, one.out, 2, 8)
-        wanted = []
+        expected = []
         for text in texts:
             target = text.inputs["decoder_input_ids"]
             both = [each(**text.inputs).logits[0, :-1].log_softmax(-1) for each in (other, model)]
-            lost = [-told[range(4), target[0, 1:]].mean() for told in both]
-            wanted.append(lost[0] - lost[1])
-        assert result.head(site, 2).value == pytest.approx(mean_of(wanted), abs=1e-12)
+            lost = [-value[range(4), target[0, 1:]].mean() for value in both]
+            expected.append(lost[0] - lost[1])
+        assert result.head(site, 2).value == pytest.approx(mean_of(expected), abs=1e-12)
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
@@ -160,8 +160,8 @@ def test_leaving_out_of_torchs_own_is_a_copy_without_the_columns():
     "net", [build_model(GPT2), build_model(OUR_BERT), translator()], ids=["decoder", "encoder", "both"]
 )
 def test_beginning_again_midway_is_the_whole_run(net: Any):
-    those, given = find_attention(net), prepare_inputs(net, make_examples(net)[0].inputs, 0)
-    again, whole = PartialForward(net, those, given), RepeatedForward(net, those, given)
+    those, inputs = find_attention(net), prepare_inputs(net, make_examples(net)[0].inputs, 0)
+    again, whole = PartialForward(net, those, inputs), RepeatedForward(net, those, inputs)
     assert torch.equal(again.baseline_outputs, whole.baseline_outputs)
     assert again.head_counts == whole.head_counts
     for one in those:
@@ -185,46 +185,46 @@ def test_a_run_that_begins_midway_runs_no_layer_before():
 # --- gradients -------------------------------------------------------------------------------------------
 
 
-def by_masks(model: nn.Module, name: str, text: Example, number: int, asked: Any) -> list[Tensor]:
+def by_masks(model: nn.Module, name: str, text: Example, number: int, request: Any) -> list[Tensor]:
     """dL/dxi of masks xi [T, heads] written out before every projection."""
     count = next(iter(text.inputs.values())).shape[1]
     masks = [torch.ones(count, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
 
     def masked(xi: Tensor):
-        return lambda _, said: (said[0] * xi.repeat_interleave(8, 1), *said[1:])
+        return lambda _, value: (value[0] * xi.repeat_interleave(8, 1), *value[1:])
 
     pairs = zip(projections(model, name), masks, strict=True)
     hooks = [module.register_forward_pre_hook(masked(xi)) for module, xi in pairs]
-    told = torch.autograd.grad(loss_of(model, text, asked, number), masks)
+    grads = torch.autograd.grad(loss_of(model, text, request, number), masks)
     for hook in hooks:
         hook.remove()
-    return list(told)
+    return list(grads)
 
 
 @pytest.mark.parametrize("name", list(THEIRS))
 def test_michels_three_scores_equal_explicit_masks(name: str):
-    model, asked = theirs(name), asked_of(name)
+    model, request = theirs(name), asked_of(name)
     texts = make_examples(model, 4)
-    slopes = [torch.stack([xi.sum(0) for xi in by_masks(model, name, one, n, asked)]) for n, one in enumerate(texts)]
-    sizes = [torch.stack([xi.abs().sum(0) for xi in by_masks(model, name, o, n, asked)]) for n, o in enumerate(texts)]
+    slopes = [torch.stack([xi.sum(0) for xi in by_masks(model, name, one, n, request)]) for n, one in enumerate(texts)]
+    sizes = [torch.stack([xi.abs().sum(0) for xi in by_masks(model, name, o, n, request)]) for n, o in enumerate(texts)]
     lengths = [next(iter(one.inputs.values())).shape[1] for one in texts]
-    asks = [
+    results = [
         SMALL.prepare_input(model, o, n).num_targets if name == "bert" else lengths[n] - 1 for n, o in enumerate(texts)
     ]
     pairs = [(0, 1), (2, 3)]
     batched = sum(
-        ((asks[a] * slopes[a] + asks[b] * slopes[b]) / (asks[a] + asks[b])).abs() for a, b in pairs
+        ((results[a] * slopes[a] + results[b] * slopes[b]) / (results[a] + results[b])).abs() for a, b in pairs
     ) / sum(lengths)  # fmt: skip
-    wanted = {
+    expected = {
         "paper": torch.stack(slopes).abs().mean(0), "code": sum(sizes) / sum(lengths), "bertology": batched,
     }  # fmt: skip
-    for kind, own in wanted.items():
+    for kind, own in expected.items():
         method = GradientTimesActivation(kind, batch_size=2 if kind == "bertology" else 1)
-        result = estimate_importance(model, texts, method=method, objective=asked)
+        result = estimate_importance(model, texts, method=method, objective=request)
         np.testing.assert_allclose(values(result), own.flatten().numpy(), rtol=1e-9, atol=1e-14)
-    signed = estimate_importance(model, texts, method="taylor", objective=asked)
+    signed = estimate_importance(model, texts, method="taylor", objective=request)
     np.testing.assert_allclose(values(signed), -torch.stack(slopes).mean(0).flatten().numpy(), rtol=1e-9, atol=1e-14)
-    size = estimate_importance(model, texts, method="taylor-size", objective=asked)
+    size = estimate_importance(model, texts, method="taylor-size", objective=request)
     own = torch.stack([one.abs() / count / 8 for one, count in zip(slopes, lengths, strict=True)]).mean(0)
     np.testing.assert_allclose(values(size), own.flatten().numpy(), rtol=1e-9, atol=1e-14)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -257,8 +257,8 @@ def test_a_layers_worth_has_length_one_when_normalised():
         net, make_examples(net), method="michel", options=ImportanceOptions(normalisation="layer")
     )
     for layer in range(2):
-        own, told = ([one.value for one in each.heads if one.layer == layer] for each in (plain, result))
-        np.testing.assert_allclose(told, np.array(own) / np.linalg.norm(own))
+        own, second = ([one.value for one in each.heads if one.layer == layer] for each in (plain, result))
+        np.testing.assert_allclose(second, np.array(own) / np.linalg.norm(own))
 
 
 # --- every method ----------------------------------------------------------------------------------------
@@ -310,8 +310,8 @@ def test_heads_in_another_order_are_worth_the_same(method: str):
     )
     for place, head in enumerate(order):
         for field in ("value", "low", "high", "p", "level"):
-            told = getattr(other[place], field)
-            assert told == pytest.approx(getattr(own[head], field), rel=1e-8, abs=1e-12, nan_ok=True)
+            result = getattr(other[place], field)
+            assert result == pytest.approx(getattr(own[head], field), rel=1e-8, abs=1e-12, nan_ok=True)
 
 
 def test_shapley_values_sum_to_the_total():
@@ -332,38 +332,38 @@ def test_shapley_of_many_orders_is_its_definition():
     net, texts = build_model(GPT2 | {"n_layer": 1}), make_examples(build_model(GPT2), 2)
     worth: dict[frozenset[int], float] = {}
     for count in range(4):
-        for gone in itertools.combinations(range(3), count):
-            with hw.ablate(net, [(0, head) for head in gone]):
-                worth[frozenset(gone)] = mean_of([loss_of(net, one, "next-token", 0) for one in texts])
-    wanted = np.zeros(3)
+        for options in itertools.combinations(range(3), count):
+            with hw.ablate(net, [(0, head) for head in options]):
+                worth[frozenset(options)] = mean_of([loss_of(net, one, "next-token", 0) for one in texts])
+    expected = np.zeros(3)
     for order in itertools.permutations(range(3)):
         for place, head in enumerate(order):
-            gone = frozenset(order[:place])
-            wanted[head] += (worth[gone | {head}] - worth[gone]) / 6
+            options = frozenset(order[:place])
+            expected[head] += (worth[options | {head}] - worth[options]) / 6
     result = estimate_importance(net, texts, method=ShapleyValue(num_permutations=150))
-    np.testing.assert_allclose(values(result), wanted, atol=0.2 * np.abs(wanted).max())
+    np.testing.assert_allclose(values(result), expected, atol=0.2 * np.abs(expected).max())
 
 
 # --- intervals, chance, time -----------------------------------------------------------------------------
 
 
 def test_sign_flips_are_enumerated():
-    told = np.random.default_rng(0).normal(0.4, 1, (7, 3))
-    ways = np.array(list(itertools.product([1, -1], repeat=7)))
-    wanted = (np.abs(ways @ told) >= np.abs(told.sum(0)) - 1e-12).mean(0)
-    np.testing.assert_allclose(sign_flip_p_values(told), wanted)
-    many = np.concatenate([told, told, told])
-    drawn = sign_flip_p_values(many, seed=0)
-    ways = np.random.default_rng(7).choice([1, -1], (200_000, 21))
-    np.testing.assert_allclose(drawn, (np.abs(ways @ many) >= np.abs(many.sum(0))).mean(0), atol=0.01)
+    sample = np.random.default_rng(0).normal(0.4, 1, (7, 3))
+    modes = np.array(list(itertools.product([1, -1], repeat=7)))
+    expected = (np.abs(modes @ sample) >= np.abs(sample.sum(0)) - 1e-12).mean(0)
+    np.testing.assert_allclose(sign_flip_p_values(sample), expected)
+    many = np.concatenate([sample, sample, sample])
+    result = sign_flip_p_values(many, seed=0)
+    modes = np.random.default_rng(7).choice([1, -1], (200_000, 21))
+    np.testing.assert_allclose(result, (np.abs(modes @ many) >= np.abs(many.sum(0))).mean(0), atol=0.01)
 
 
 def test_significance_tests_are_calibrated():
-    told = np.random.default_rng(1).normal(0, 1, (20, 400))
-    assert (sign_flip_p_values(told) < 0.05).mean() == pytest.approx(0.05, abs=0.025)
-    assert correct_p_values(sign_flip_p_values(told)).min() > 0.05
-    told[:, 0] += 2
-    assert correct_p_values(sign_flip_p_values(told))[0] < 0.05
+    sample = np.random.default_rng(1).normal(0, 1, (20, 400))
+    assert (sign_flip_p_values(sample) < 0.05).mean() == pytest.approx(0.05, abs=0.025)
+    assert correct_p_values(sign_flip_p_values(sample)).min() > 0.05
+    sample[:, 0] += 2
+    assert correct_p_values(sign_flip_p_values(sample))[0] < 0.05
     assert sign_flip_p_values(np.zeros((20, 1)))[0] == 1
 
 
@@ -396,11 +396,11 @@ def test_an_exhausted_time_limit_is_reported(monkeypatch: pytest.MonkeyPatch):
         "headwise.head_analysis.head_importance.make_time_check",
         lambda seconds: make_time_check(seconds, lambda: next(ticks)),
     )
-    heard: list[int] = []
+    recorded: list[int] = []
     result = estimate_importance(
-        net, make_examples(net, 9), options=ImportanceOptions(max_seconds=25), progress=heard.append
+        net, make_examples(net, 9), options=ImportanceOptions(max_seconds=25), progress=recorded.append
     )
-    assert (result.texts, heard) == (3, [1, 2, 3])  # a text is asked before, and before each of its six heads
+    assert (result.texts, recorded) == (3, [1, 2, 3])  # a text is asked before, and before each of its six heads
     assert "stopped after 3 texts at the time limit of 25 seconds" in result.notes
     assert values(result).tolist() == values(estimate_importance(net, make_examples(net, 3))).tolist()
     with pytest.raises(
@@ -455,7 +455,7 @@ def test_a_result_is_plain_values():
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("options", "reason"),
     [
         ({"method": "taylr"}, "unknown method 'taylr'; did you mean 'taylor'"),
         ({"objective": "drif"}, "unknown objective 'drif'; did you mean 'drift'"),
@@ -464,10 +464,10 @@ def test_a_result_is_plain_values():
         ({"method": "lrp", "objective": "drift"}, "method 'lrp' measures the largest logit; leave objective out"),
     ],
 )
-def test_unsupported_models_are_refused(said: dict[str, Any], reason: str):
+def test_unsupported_models_are_refused(options: dict[str, Any], reason: str):
     net = build_model(GPT2)
     with pytest.raises(ValueError, match=reason):
-        estimate_importance(net, make_examples(net), **said)
+        estimate_importance(net, make_examples(net), **options)
 
 
 def test_bad_input_is_refused():
@@ -486,7 +486,7 @@ def test_bad_input_is_refused():
         estimate_importance(nn.Linear(2, 2), [Example(torch.zeros(1, 2), {})])
     with pytest.raises(ValueError, match="in train mode"):
         estimate_importance(net.train(), make_examples(net))
-    for made in (
+    for built in (
         lambda: GradientTimesActivation("papr"),
         lambda: GradientTimesActivation("paper", batch_size=2),
         lambda: OutputDrift("token"),
@@ -495,5 +495,5 @@ def test_bad_input_is_refused():
         with pytest.raises(
             ValueError, match=r"unknown .*; did you mean|batch_size=2|num_examples must be an integer >= 2"
         ):
-            made()
+            built()
     assert LeaveOneOut().unsupported_reason(net) == ""

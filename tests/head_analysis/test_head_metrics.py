@@ -41,7 +41,7 @@ class Row:
         allowed = block.allowed if block.allowed.dim() == 2 else block.allowed[head]
         self.w, self.t = block.w_HTS[head, t].tolist(), t
         self.may_read = [s for s, ok in enumerate(allowed[t].tolist()) if ok]
-        self.asks, self.told = block.query_tokens, block.key_tokens
+        self.query_tokens, self.key_tokens = block.query_tokens, block.key_tokens
         self.id = int(block.query_tokens.ids[t])
         self.ids = block.key_tokens.ids.tolist()
 
@@ -70,7 +70,13 @@ def flagged(flags: torch.Tensor) -> list[int]:
 
 
 def sinks(row: Row) -> list[int]:
-    return sorted({*[0][: row.told.first_is_sink], *flagged(row.told.is_special), *flagged(row.told.is_separator)})
+    return sorted(
+        {
+            *[0][: row.key_tokens.first_is_sink],
+            *flagged(row.key_tokens.is_special),
+            *flagged(row.key_tokens.is_separator),
+        }
+    )
 
 
 def alive(value: Callable[[Row], float]) -> Callable[[Row], tuple[float, int]]:
@@ -82,16 +88,18 @@ def nats(row: Row) -> float:
 
 
 def keys_for(share: float, row: Row) -> float:
-    goal, held, keys = share * sum(row.w) * (1 - MASS_TOLERANCE), 0.0, 0
+    goal, stored, keys = share * sum(row.w) * (1 - MASS_TOLERANCE), 0.0, 0
     for w in sorted(row.w, reverse=True):
-        held, keys = held + w, keys + 1
-        if held >= goal:
+        stored, keys = stored + w, keys + 1
+        if stored >= goal:
             break
     return keys / len(row.may_read)
 
 
 def rarest(row: Row) -> list[int]:
-    known = {s: int(n) for s, n in enumerate(row.told.frequency.tolist()) if n > 0 and not row.told.is_special[s]}
+    known = {
+        s: int(n) for s, n in enumerate(row.key_tokens.frequency.tolist()) if n > 0 and not row.key_tokens.is_special[s]
+    }
     return [s for s, n in known.items() if n == min(known.values())]
 
 
@@ -121,9 +129,9 @@ ROWS: dict[str, Callable[[Row], tuple[float, int]]] = {
     "confidence": alive(lambda row: max(row.w)),
     "distance": alive(lambda row: sum(w * abs(s - row.t) for s, w in enumerate(row.w))),
     "sink": alive(lambda row: 1 - sum(w for s, w in enumerate(row.w) if s not in sinks(row))),
-    "separator": lambda row: row.on(flagged(row.told.is_separator)),
+    "separator": lambda row: row.on(flagged(row.key_tokens.is_separator)),
     "first": lambda row: row.on([0]),
-    "punctuation": lambda row: row.on(flagged(row.told.is_punctuation)),
+    "punctuation": lambda row: row.on(flagged(row.key_tokens.is_punctuation)),
     "previous": at(-1),
     "self": at(0),
     "next": at(1),
@@ -141,14 +149,14 @@ def rows_of(block: WeightBand, name: str, head: int) -> list[Row]:
 
 def own(block: WeightBand, name: str) -> WeightBand:
     """What a statistic is given, by the way that measuring takes."""
-    adding, given = (
+    adding, recorded = (
         MetricSums(
-            [replace(HEAD_METRICS[name], compute_sums=lambda one: (given.append(one), one.w_HTS[:, 0, 0])[1:] * 2)]
+            [replace(HEAD_METRICS[name], compute_sums=lambda one: (recorded.append(one), one.w_HTS[:, 0, 0])[1:] * 2)]
         ),
         [],
     )
     adding.add_band("site", block)
-    return given[0]
+    return recorded[0]
 
 
 @pytest.mark.parametrize("name", sorted(ROWS))
@@ -160,9 +168,9 @@ def test_sums_and_numbers_are_those_of_every_row(name: str, kind: str, seed: int
     if entry is not None:
         sums, numbers = sums[:, entry], numbers[:, entry]
     for head in range(maps.HEADS):
-        told = [ROWS[name](row) for row in rows_of(block, name, head)]
-        assert float(numbers[head]) == sum(n for _, n in told)
-        assert float(sums[head]) == pytest.approx(sum(v for v, n in told if n), abs=1e-12)
+        values = [ROWS[name](row) for row in rows_of(block, name, head)]
+        assert float(numbers[head]) == sum(n for _, n in values)
+        assert float(sums[head]) == pytest.approx(sum(v for v, n in values if n), abs=1e-12)
 
 
 @pytest.mark.parametrize(("kind", "seed"), CASES)
@@ -173,12 +181,12 @@ def test_offsets_are_those_of_the_largest_weights(kind: str, seed: int):
         fold = HEAD_METRICS[name].reduce
         assert fold is not None
         for head in range(maps.HEADS):
-            told = [offsets(row) for row in rows_of(block, name, head) if row.may_read]
-            assert np.allclose(sums[head].numpy(), sum(told, np.zeros(2 * MAX_OFFSET + 1)), atol=1e-12)
-            assert set(numbers[head].tolist()) == {len(told)}
-            best = np.mean(told, 0)
-            wanted = best.max() if name == "offset" else best.argmax() - MAX_OFFSET
-            assert float(fold(sums[head] / numbers[head])) == pytest.approx(wanted)
+            values = [offsets(row) for row in rows_of(block, name, head) if row.may_read]
+            assert np.allclose(sums[head].numpy(), sum(values, np.zeros(2 * MAX_OFFSET + 1)), atol=1e-12)
+            assert set(numbers[head].tolist()) == {len(values)}
+            best = np.mean(values, 0)
+            expected = best.max() if name == "offset" else best.argmax() - MAX_OFFSET
+            assert float(fold(sums[head] / numbers[head])) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("kind", "seed"), CASES)
@@ -188,8 +196,8 @@ def test_distance_r2_equals_regression_on_offsets(kind: str, seed: int):
         own(maps.weight_map(kind, 10 * seed + n, count=count), "positional_share")
         for n, count in enumerate((5, 19, 37))
     ]
-    told = [HEAD_METRICS["positional_share"].compute_sums(one) for one in texts]
-    sums, numbers = (sum(part[n] for part in told) for n in range(2))
+    values = [HEAD_METRICS["positional_share"].compute_sums(one) for one in texts]
+    sums, numbers = (sum(part[n] for part in values) for n in range(2))
     found = variance_explained_by_offset(torch.from_numpy(ratio_of_sums(sums.numpy()[None], numbers.numpy()[None])))
     for head in range(maps.HEADS):
         rows = [row for one in texts for row in rows_of_given(one, head)]
@@ -199,8 +207,8 @@ def test_distance_r2_equals_regression_on_offsets(kind: str, seed: int):
         design = np.zeros((len(pairs), 2 * MAX_DISTANCE + 2))
         design[np.arange(len(pairs)), [columns.get(o, -1) for _, o in pairs]] = 1
         left = weights - design @ np.linalg.lstsq(design, weights, rcond=None)[0]
-        wanted = 1 - (left**2).sum() / ((weights - weights.mean()) ** 2).sum()
-        assert float(found[head]) == pytest.approx(wanted, abs=1e-9)
+        expected = 1 - (left**2).sum() / ((weights - weights.mean()) ** 2).sum()
+        assert float(found[head]) == pytest.approx(expected, abs=1e-9)
 
 
 def rows_of_given(block: WeightBand, head: int) -> list[Row]:
@@ -219,8 +227,8 @@ def test_a_content_independent_head_is_explained_by_distance():
     """Each offset has a weight of its own; rows are not made whole, or their ends would differ."""
     base = maps.weight_map("full", 0)
     far = (torch.arange(17) - torch.arange(17)[:, None]).double()
-    told = WeightBand(torch.exp(-far.square())[None] / 2, base.allowed, 0, base.query_tokens, base.key_tokens)
-    sums, numbers = HEAD_METRICS["positional_share"].compute_sums(told)
+    weight_band = WeightBand(torch.exp(-far.square())[None] / 2, base.allowed, 0, base.query_tokens, base.key_tokens)
+    sums, numbers = HEAD_METRICS["positional_share"].compute_sums(weight_band)
     assert float(variance_explained_by_offset(sums / numbers.clamp(min=1))) == pytest.approx(1, abs=1e-12)
 
 
@@ -230,7 +238,7 @@ def added(names: tuple[str, ...], whole: WeightBand, step: int, by: str = "token
     for band in maps.split_bands(whole, step):
         (words.add_band if by == "words" else adding.add_band)("site", band)
     adding.finish_example()
-    return {key: told[0] for key, told in adding.sums_by_example.items()}
+    return {key: value[0] for key, value in adding.sums_by_example.items()}
 
 
 @pytest.mark.parametrize("by", ["tokens", "words"])
@@ -262,11 +270,11 @@ def test_rows_of_long_texts_that_are_sorted_are_spread_and_the_same_in_any_bands
 def test_permuting_heads_permutes_measures(kind: str):
     block = maps.weight_map(kind, 5)
     order = [2, 0, 1]
-    told, other = (
+    result, other = (
         added(tuple(ALL_METRICS), block, 17),
         added(tuple(ALL_METRICS), replace(block, w_HTS=block.w_HTS[order]), 17),
     )
-    for key, (sums, numbers) in told.items():
+    for key, (sums, numbers) in result.items():
         own = key[2] == "own"
         assert np.allclose(other[key][0], sums[order] if own else sums)
         assert np.allclose(other[key][1], numbers[order] if own else numbers)
@@ -279,8 +287,8 @@ def test_chance_is_the_mean_of_many_random_heads(name: str):
     draw = torch.Generator().manual_seed(0)
     noise = torch.rand(20_000, 17, 17, generator=draw, dtype=torch.float64) * base.allowed
     many = replace(base, w_HTS=noise / noise.sum(-1, keepdim=True))
-    told, chance = (HEAD_METRICS[name].compute_sums(one.without_sinks()) for one in (many, base.uniform_baseline))
-    found = told[0].mean(0) / told[1].mean(0)
+    result, chance = (HEAD_METRICS[name].compute_sums(one.without_sinks()) for one in (many, base.uniform_baseline))
+    found = result[0].mean(0) / result[1].mean(0)
     assert torch.allclose(found, (chance[0] / chance[1])[0], atol=0.01)
 
 
@@ -294,9 +302,9 @@ def test_between_two_texts_there_is_no_distance():
     for name in ("entropy", "sink", "punctuation", "rare"):
         sums, numbers = HEAD_METRICS[name].compute_sums(own(block, name))
         for head in range(maps.HEADS):
-            told = [ROWS[name](row) for row in rows_of(block, name, head)]
-            assert float(numbers[head]) == sum(n for _, n in told)
-            assert float(sums[head]) == pytest.approx(sum(v for v, n in told if n), abs=1e-12)
+            values = [ROWS[name](row) for row in rows_of(block, name, head)]
+            assert float(numbers[head]) == sum(n for _, n in values)
+            assert float(sums[head]) == pytest.approx(sum(v for v, n in values if n), abs=1e-12)
 
 
 # --- words ---------------------------------------------------------------------------------------------
@@ -305,44 +313,46 @@ def test_between_two_texts_there_is_no_distance():
 @pytest.mark.parametrize(("kind", "seed"), CASES)
 def test_words_are_read_by_all_pieces_and_read_on_average(kind: str, seed: int):
     block = maps.weight_map(kind, seed)
-    seen: list[WeightBand] = []
-    words = WordBandMerger(lambda _, band: seen.append(band))
+    recorded: list[WeightBand] = []
+    words = WordBandMerger(lambda _, band: recorded.append(band))
     for band in maps.split_bands(block, 4):
         words.add_band("site", band)
     of = number_words(block.key_tokens).tolist()
     count = of[-1] + 1
     allowed = block.allowed if block.allowed.dim() == 3 else block.allowed.expand(maps.HEADS, -1, -1)
-    wanted, may = np.zeros((maps.HEADS, count, count)), np.zeros((maps.HEADS, count, count), bool)
+    expected, may = np.zeros((maps.HEADS, count, count)), np.zeros((maps.HEADS, count, count), bool)
     for t, row in enumerate(of):
         for s, key in enumerate(of):
-            wanted[:, row, key] += block.w_HTS[:, t, s].numpy() / of.count(row)
+            expected[:, row, key] += block.w_HTS[:, t, s].numpy() / of.count(row)
             may[:, row, key] |= allowed[:, t, s].numpy()
-    assert np.allclose(torch.cat([one.w_HTS for one in seen], 1).numpy(), wanted)
-    found = torch.cat([one.allowed for one in seen], -2).numpy()
+    assert np.allclose(torch.cat([one.w_HTS for one in recorded], 1).numpy(), expected)
+    found = torch.cat([one.allowed for one in recorded], -2).numpy()
     assert (np.broadcast_to(found, may.shape) == may).all()
-    assert [one.first_query for one in seen] == np.cumsum([0, *(one.w_HTS.shape[1] for one in seen[:-1])]).tolist()
-    assert all(one.is_self_attention for one in seen)
+    assert [one.first_query for one in recorded] == np.cumsum(
+        [0, *(one.w_HTS.shape[1] for one in recorded[:-1])]
+    ).tolist()
+    assert all(one.is_self_attention for one in recorded)
 
 
 def test_word_annotations():
     block = maps.weight_map("full", 4)
-    told, of = block.key_tokens, number_words(block.key_tokens).tolist()
-    merged = merge_annotations(told)
+    key_tokens, of = block.key_tokens, number_words(block.key_tokens).tolist()
+    merged = merge_annotations(key_tokens)
     for number in range(of[-1] + 1):
         those = [s for s, one in enumerate(of) if one == number]
-        assert merged.words[number] == "".join(told.words[s] for s in those)
-        assert int(merged.frequency[number]) == min(int(told.frequency[s]) for s in those)
-        assert bool(merged.is_special[number]) == any(bool(told.is_special[s]) for s in those)
-        assert int(merged.word_index[number]) == int(told.word_index[those[0]])
+        assert merged.words[number] == "".join(key_tokens.words[s] for s in those)
+        assert int(merged.frequency[number]) == min(int(key_tokens.frequency[s]) for s in those)
+        assert bool(merged.is_special[number]) == any(bool(key_tokens.is_special[s]) for s in those)
+        assert int(merged.word_index[number]) == int(key_tokens.word_index[those[0]])
         for other in range(of[-1] + 1):
-            both = [[int(told.ids[s]) for s, one in enumerate(of) if one == n] for n in (number, other)]
+            both = [[int(key_tokens.ids[s]) for s, one in enumerate(of) if one == n] for n in (number, other)]
             assert (both[0] == both[1]) == bool(merged.ids[number] == merged.ids[other])
 
 
 def test_pieces_of_a_word_stand_in_a_row():
-    told = maps.weight_map("full", 4).key_tokens
+    key_tokens = maps.weight_map("full", 4).key_tokens
     with pytest.raises(ValueError, match="the tokens of word 0 are not adjacent"):
-        number_words(replace(told, word_index=torch.tensor([0, 1, 0] + [2] * 14)))
+        number_words(replace(key_tokens, word_index=torch.tensor([0, 1, 0] + [2] * 14)))
 
 
 # --- published statistics ------------------------------------------------------------------------------
@@ -357,7 +367,7 @@ def clark(block: WeightBand, name: str, head: int) -> float | None:
     ends = [s for s, one in enumerate(block.key_tokens.words) if one in (".", ",")]
     first = [0] if bool(block.key_tokens.is_special[0]) else []
     nats = -(smooth * np.log(smooth)).sum(-1)
-    told = {
+    options = {
         "self": lambda: np.trace(w) / n,
         "next": lambda: np.trace(w, 1) / n,
         "previous": lambda: np.trace(w, -1) / n,
@@ -369,17 +379,17 @@ def clark(block: WeightBand, name: str, head: int) -> float | None:
         "entropy": lambda: nats.mean(),
         "entropy of first": lambda: nats[0],
     }
-    return None if name == "separator to itself" and not separators else told[name]()
+    return None if name == "separator to itself" and not separators else options[name]()
 
 
 @pytest.mark.parametrize("one", CLARK_METRICS, ids=lambda one: one.name)
 @pytest.mark.parametrize("kind", ["full", "causal"])
 def test_clarks_statistics_are_means_over_texts(kind: str, one):
     texts = [maps.weight_map(kind, seed, count=count) for seed, count in ((1, 7), (2, 29), (3, 13))]
-    told = [one.compute_sums(text) for text in texts]
+    values = [one.compute_sums(text) for text in texts]
     for head in range(maps.HEADS):
         each = [clark(text, one.name.removeprefix("clark "), head) for text in texts]
-        sums, numbers = (np.array([float(part[n][head]) for part in told]) for n in range(2))
+        sums, numbers = (np.array([float(part[n][head]) for part in values]) for n in range(2))
         assert ratio_of_sums(sums, numbers) == pytest.approx(np.mean([value for value in each if value is not None]))
 
 
@@ -387,18 +397,18 @@ def test_clarks_statistics_are_means_over_texts(kind: str, one):
 def test_voitas_statistics(kind: str, seed: int):
     block = maps.weight_map(kind, seed)
     ends = flagged(block.key_tokens.is_separator)
-    told = {one.name.removeprefix("voita "): one.compute_sums(block) for one in VOITA_METRICS}
+    values = {one.name.removeprefix("voita "): one.compute_sums(block) for one in VOITA_METRICS}
     for head in range(maps.HEADS):
         rows = [row for t, row in enumerate(rows_of_given(block, head)) if t not in ends]
         rows = [row for row in (one.without(ends, renormalised=False) for one in rows) if row.may_read]
         places = sum(offsets(row) for row in rows)
-        assert float(told["confidence"][0][head]) == pytest.approx(sum(max(row.w) for row in rows))
-        assert float(told["confidence"][1][head]) == len(rows)
-        assert np.allclose(told["position"][0][head].numpy(), places)
-        assert set(told["position"][1][head].tolist()) == {len(rows)}
+        assert float(values["confidence"][0][head]) == pytest.approx(sum(max(row.w) for row in rows))
+        assert float(values["confidence"][1][head]) == len(rows)
+        assert np.allclose(values["position"][0][head].numpy(), places)
+        assert set(values["position"][1][head].tolist()) == {len(rows)}
         hits = [rare(row) for row in rows]
-        assert float(told["rare"][0][head]) == pytest.approx(sum(v for v, n in hits if n))
-        assert float(told["rare"][1][head]) == sum(n for _, n in hits)
+        assert float(values["rare"][0][head]) == pytest.approx(sum(v for v, n in hits if n))
+        assert float(values["rare"][1][head]) == sum(n for _, n in hits)
 
 
 # --- intervals -----------------------------------------------------------------------------------------
@@ -413,12 +423,12 @@ def test_intervals_cover_in_95_of_100_samples():
         sums = numbers * np.clip(draw.normal(0.4, 0.15, texts) + 0.004 * numbers, 0, 1)
         return sums[:, None], numbers[:, None]
 
-    wanted = ratio_of_sums(*world(400_000))[0]
+    expected = ratio_of_sums(*world(400_000))[0]
     draws = draw_resamples(40, 400, 1)
     inside = 0
     for _ in range(400):
         low, high = confidence_interval(resampled_ratios(*world(40), draws))
-        inside += bool(low[0] <= wanted <= high[0])
+        inside += bool(low[0] <= expected <= high[0])
     assert 0.90 <= inside / 400 <= 0.98
 
 

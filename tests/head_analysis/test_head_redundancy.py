@@ -73,12 +73,12 @@ def divergence(p: Array, q: Array) -> float:
 
 def eager(net: Any, text: Any) -> Tensor:
     """The weights of all heads of all layers, layer by layer, in float64."""
-    seen = [hw.Probe("weights") for _ in net.spec.attention_specs()]
-    net.probes = dict(zip((name for name, _ in net.spec.attention_specs()), seen, strict=True))
+    recorded = [hw.Probe("weights") for _ in net.spec.attention_specs()]
+    net.probes = dict(zip((name for name, _ in net.spec.attention_specs()), recorded, strict=True))
     with torch.no_grad():
         net(text.inputs["x"])
     net.probes = {}
-    return torch.cat([probe.tensors["weights"][0] for probe in seen]).double()
+    return torch.cat([probe.tensors["weights"][0] for probe in recorded]).double()
 
 
 def only(found: RedundancyResult) -> ComparableHeads:
@@ -90,34 +90,34 @@ def only(found: RedundancyResult) -> ComparableHeads:
 
 
 def test_every_pair_as_it_is_defined():
-    told = rows()
-    found, weights = jensen_shannon_divergence(told).numpy(), told.double().numpy()
+    result = rows()
+    found, weights = jensen_shannon_divergence(result).numpy(), result.double().numpy()
     for one, other in itertools.product(range(5), repeat=2):
-        wanted = sum(divergence(weights[one, row], weights[other, row]) for row in range(3))
-        assert found[one, other] == pytest.approx(wanted, abs=1e-6)
+        expected = sum(divergence(weights[one, row], weights[other, row]) for row in range(3))
+        assert found[one, other] == pytest.approx(expected, abs=1e-6)
 
 
 def test_pairs_in_pieces_are_pairs_at_once(monkeypatch: pytest.MonkeyPatch):
-    told = rows(count=11)
-    whole = jensen_shannon_divergence(told)
+    result = rows(count=11)
+    whole = jensen_shannon_divergence(result)
     monkeypatch.setattr("headwise.head_analysis.head_similarity.MAX_CELLS", 40)
-    assert torch.allclose(jensen_shannon_divergence(told), whole, atol=1e-12)
+    assert torch.allclose(jensen_shannon_divergence(result), whole, atol=1e-12)
 
 
 def test_the_other_rows_of_the_other_head():
-    told, other = rows(), rows(seed=1)
-    found = jensen_shannon_divergence(told, other)
-    p, q = told.double().numpy(), other.double().numpy()
+    result, other = rows(), rows(seed=1)
+    found = jensen_shannon_divergence(result, other)
+    p, q = result.double().numpy(), other.double().numpy()
     assert found[1, 3].item() == pytest.approx(sum(divergence(p[1, row], q[3, row]) for row in range(3)), abs=1e-6)
     assert torch.equal(found.diagonal(), torch.zeros(5, dtype=torch.float64))
 
 
 def test_clarks_smoothing():
-    told = rows()
-    wanted = 0.999 * told.double() + 0.001 / 7
-    assert torch.allclose(smooth_weights(told, "clark").double(), wanted, atol=1e-7)
+    result = rows()
+    expected = 0.999 * result.double() + 0.001 / 7
+    assert torch.allclose(smooth_weights(result, "clark").double(), expected, atol=1e-7)
     with pytest.raises(ValueError, match=r"unknown smoothing='clerk'; .*clark"):
-        smooth_weights(told, "clerk")
+        smooth_weights(result, "clerk")
 
 
 @pytest.mark.parametrize("smoothing", ["none", "clark"])
@@ -145,9 +145,9 @@ def test_sampled_rows_are_near_all_rows_and_inside_their_interval():
         only(measure_redundancy(net, texts, options=LIGHT._replace(rows_per_text=count))) for count in (64, 5)
     )
     pairs = np.triu_indices(8, 1)
-    held = (some.low <= whole.distances) & (whole.distances <= some.high)
+    stored = (some.low <= whole.distances) & (whole.distances <= some.high)
     assert not np.allclose(some.distances, whole.distances)
-    assert held[pairs].mean() > 0.9
+    assert stored[pairs].mean() > 0.9
     np.testing.assert_allclose(some.distances, whole.distances, atol=0.06)
 
 
@@ -157,9 +157,9 @@ def test_text_by_text_is_all_at_once_but_for_folds():
         folds.add(number, one, 2.0)
     np.testing.assert_allclose(folds.mean, sums.mean(0) / 2)
     assert len(folds._sums) == MAX_FOLDS
-    told = folds.mean_intervals(400, 0)
+    result = folds.mean_intervals(400, 0)
     error = sums.std(0) / math.sqrt(len(sums)) / 2
-    np.testing.assert_allclose(told.high - told.low, 2 * 1.96 * error, rtol=0.35)
+    np.testing.assert_allclose(result.high - result.low, 2 * 1.96 * error, rtol=0.35)
 
 
 def test_intervals_hold_the_truth():
@@ -168,8 +168,8 @@ def test_intervals_hold_the_truth():
         draw, folds = np.random.default_rng(trial), FoldedSums()
         for number in range(40):
             folds.add(number, draw.normal(1.0, 1.0, size=(1,)), 1.0)
-        told = folds.mean_intervals(200, trial)
-        hits += bool(told.low[0] <= 1.0 <= told.high[0])
+        result = folds.mean_intervals(200, trial)
+        hits += bool(result.low[0] <= 1.0 <= result.high[0])
     assert 0.88 < hits / 150 < 0.99
 
 
@@ -195,25 +195,27 @@ def test_permuting_heads_permutes():
 def test_permuted_weights_keep_their_entropy_and_mask():
     may = torch.ones(4, 4, dtype=torch.bool).tril().expand(2, 4, 4)
     weights = torch.randn(2, 4, 4).masked_fill(~may, -torch.inf).softmax(-1)
-    told = SampledRows(("text", "text"), (), torch.nn.functional.pad(weights, (0, 1)), may, torch.zeros(4) > 0)
-    dealt = [told.permute_weights((0, seed)) for seed in range(20)]
-    assert all(torch.equal(one[..., :4].masked_fill(may, 0), torch.zeros(2, 4, 4)) for one in dealt)
-    assert all(torch.equal(one.sort(-1).values, told.weights.sort(-1).values) for one in dealt)
-    assert any(not torch.equal(one[0, 3], one[1, 3]) for one in dealt)
-    assert torch.equal(told.permute_weights((0, 3)), dealt[3])
+    sampled_rows = SampledRows(("text", "text"), (), torch.nn.functional.pad(weights, (0, 1)), may, torch.zeros(4) > 0)
+    values = [sampled_rows.permute_weights((0, seed)) for seed in range(20)]
+    assert all(torch.equal(one[..., :4].masked_fill(may, 0), torch.zeros(2, 4, 4)) for one in values)
+    assert all(torch.equal(one.sort(-1).values, sampled_rows.weights.sort(-1).values) for one in values)
+    assert any(not torch.equal(one[0, 3], one[1, 3]) for one in values)
+    assert torch.equal(sampled_rows.permute_weights((0, 3)), values[3])
 
 
 def test_permuted_weights_leave_sinks_where_they_are():
     may = torch.ones(5, 5, dtype=torch.bool).tril().expand(3, 5, 5)
     weights = torch.randn(3, 5, 5, generator=torch.Generator().manual_seed(0)).masked_fill(~may, -torch.inf).softmax(-1)
     is_sink = torch.tensor([True, False, False, True, False])
-    told = SampledRows(("text", "text"), (), torch.nn.functional.pad(weights * 0.9, (0, 1), value=0.1), may, is_sink)
-    dealt = [told.permute_weights((0, seed)) for seed in range(20)]
-    for one in dealt:
-        assert torch.equal(one[..., [0, 3, 5]], told.weights[..., [0, 3, 5]])
-        assert torch.equal(one.sort(-1).values, told.weights.sort(-1).values)
+    sampled_rows = SampledRows(
+        ("text", "text"), (), torch.nn.functional.pad(weights * 0.9, (0, 1), value=0.1), may, is_sink
+    )
+    values = [sampled_rows.permute_weights((0, seed)) for seed in range(20)]
+    for one in values:
+        assert torch.equal(one[..., [0, 3, 5]], sampled_rows.weights[..., [0, 3, 5]])
+        assert torch.equal(one.sort(-1).values, sampled_rows.weights.sort(-1).values)
         assert torch.equal(one[..., :5].masked_fill(may, 0), torch.zeros(3, 5, 5))
-    assert any(not torch.equal(one, told.weights) for one in dealt)
+    assert any(not torch.equal(one, sampled_rows.weights) for one in values)
 
 
 def with_sinks(text: Any, places: list[int]) -> Any:
@@ -332,8 +334,8 @@ def test_similarity_of_head_outputs(kind: str, definition: Any):
     x = torch.randn(3, 9, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = centred_kernel_alignment(x, kind).numpy()
     for one, other in itertools.product(range(3), repeat=2):
-        wanted = definition((x[one] + 5).numpy(), x[other].numpy())
-        assert found[one, other] == pytest.approx(wanted, abs=1e-9)
+        expected = definition((x[one] + 5).numpy(), x[other].numpy())
+        assert found[one, other] == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["linear", "unbiased"])
@@ -365,29 +367,29 @@ def test_a_constant_head_is_similar_to_none():
 
 
 def test_a_sample_of_tokens_does_not_depend_on_how_they_come():
-    said = [torch.randn(count, 2, 3) for count in (5, 9, 4, 30)]
+    values = [torch.randn(count, 2, 3) for count in (5, 9, 4, 30)]
     one, other = OutputReservoir(20), OutputReservoir(20)
-    for number, z in enumerate(said):
+    for number, z in enumerate(values):
         one.add(number, {"a": z})
     for number in (3, 1, 0, 2):
-        other.add(number, {"a": said[number]})
-    kept = [held.features(["a"])[0, :, 0].sort().values for held in (one, other)]
-    assert torch.equal(*kept)
-    assert len(kept[0]) == 20
+        other.add(number, {"a": values[number]})
+    keep = [tensor.features(["a"])[0, :, 0].sort().values for tensor in (one, other)]
+    assert torch.equal(*keep)
+    assert len(keep[0]) == 20
     assert torch.equal(one.features(["a"]), one.outputs["a"].transpose(0, 1))
 
 
 def test_outputs_of_all_tokens_are_compared():
     net, texts = small_gpt2(), make_examples(4)
     found = only(measure_redundancy(net, texts, options=LIGHT._replace(cka_estimator="linear"))).outputs
-    seen: list[Tensor] = []
+    recorded: list[Tensor] = []
     for text in texts:
         probe = [hw.Probe("heads") for _ in range(2)]
         net.probes = {f"decoder.{n}.attention": one for n, one in enumerate(probe)}
         with torch.no_grad():
             net(text.inputs["x"])
-        seen.append(torch.cat([one.tensors["heads"][0] for one in probe], 1))
-    x = torch.cat(seen).double().numpy()
+        recorded.append(torch.cat([one.tensors["heads"][0] for one in probe], 1))
+    x = torch.cat(recorded).double().numpy()
     assert found is not None
     for one, other in ((0, 5), (2, 3), (7, 7)):
         assert found[one, other] == pytest.approx(textbook(x[:, one], x[:, other]), abs=1e-6)
@@ -401,12 +403,12 @@ def test_clusters_join_by_the_mean_over_pairs():
     far = np.linalg.norm(places[:, None] - places, axis=-1)
     groups = [{n} for n in range(9)]
     for joined in average_linkage(far):
-        apart = {
+        separate = {
             (a, b): far[np.ix_(sorted(one), sorted(other))].mean()
             for (a, one), (b, other) in itertools.combinations(enumerate(groups), 2)
         }
-        a, b = min(apart, key=lambda pair: apart[pair])
-        assert joined.height == pytest.approx(apart[a, b])
+        a, b = min(separate, key=lambda pair: separate[pair])
+        assert joined.height == pytest.approx(separate[a, b])
         assert {joined.one, joined.other} == {min(groups[a]), min(groups[b])}
         groups = [group for n, group in enumerate(groups) if n not in (a, b)] + [groups[a] | groups[b]]
 
@@ -432,13 +434,13 @@ def test_several_initialisations_are_no_worse_than_classical_scaling():
     far = np.linalg.norm(draw[:, None] - draw, axis=-1)
     one, five = embed_in_plane(far, num_starts=1), embed_in_plane(far)
     assert five.stress <= one.stress
-    apart = np.linalg.norm(five.points[:, None] - five.points, axis=-1)
-    assert five.stress == pytest.approx(math.sqrt(((apart - far) ** 2).sum() / (far**2).sum()))
+    distance = np.linalg.norm(five.points[:, None] - five.points, axis=-1)
+    assert five.stress == pytest.approx(math.sqrt(((distance - far) ** 2).sum() / (far**2).sum()))
     centred = np.eye(14) - 1 / 14
     values, vectors = np.linalg.eigh(-0.5 * centred @ far**2 @ centred)
     classical = vectors[:, -2:] * np.sqrt(values[-2:])
-    apart = np.linalg.norm(classical[:, None] - classical, axis=-1)
-    assert one.stress < math.sqrt(((apart - far) ** 2).sum() / (far**2).sum())
+    distance = np.linalg.norm(classical[:, None] - classical, axis=-1)
+    assert one.stress < math.sqrt(((distance - far) ** 2).sum() / (far**2).sum())
 
 
 @pytest.mark.parametrize("far", [np.zeros((1, 1)), np.array([[0.0, 2.0], [2.0, 0.0]]), np.zeros((3, 3))])
@@ -503,11 +505,11 @@ def test_near_pairs_are_compared_with_a_poisson_count():
     assert poisson_test(0, 1.5).p == 1.0
     draw, hits = np.random.default_rng(0), 0
     mean, error = np.array([5.0, 5.2, 6.0]), np.array([1.0, 0.5, 1.0])
-    told = [mean, mean - 1.959964 * error, mean + 1.959964 * error]
+    result = [mean, mean - 1.959964 * error, mean + 1.959964 * error]
     for _ in range(20_000):
-        drawn = draw.normal(mean, error)
-        hits += int((drawn + 1.959964 * error < np.minimum(mean, 5.1)).sum())
-    assert expected_pairs_below(*told, threshold=5.1) == pytest.approx(hits / 20_000, rel=0.1)
+        sample = draw.normal(mean, error)
+        hits += int((sample + 1.959964 * error < np.minimum(mean, 5.1)).sum())
+    assert expected_pairs_below(*result, threshold=5.1) == pytest.approx(hits / 20_000, rel=0.1)
 
 
 def test_heads_that_all_read_one_place_are_called_redundant():
@@ -562,8 +564,8 @@ def test_models_of_others(name: str):
     total, count = np.zeros((8, 8)), 0
     for text in texts:
         with torch.no_grad():
-            said = model(**text.inputs, output_attentions=True).attentions
-        weights = torch.cat([one[0] for one in said]).double()
+            outputs = model(**text.inputs, output_attentions=True).attentions
+        weights = torch.cat([one[0] for one in outputs]).double()
         weights = torch.cat([weights, (1 - weights.sum(-1, keepdim=True)).clamp(min=0)], -1).numpy()
         for row in range(weights.shape[1]):
             total += [[divergence(p, q) for q in weights[:, row]] for p in weights[:, row]]
@@ -599,30 +601,30 @@ def test_incomparable_heads_are_refused():
         measure_redundancy(net.train(), make_examples(2))
 
 
-def test_little_is_held_however_long_a_text_is(monkeypatch: pytest.MonkeyPatch):
-    held: list[int] = []
+def test_memory_does_not_grow_with_text_length(monkeypatch: pytest.MonkeyPatch):
+    recorded: list[int] = []
     original = module.jensen_shannon_divergence
 
     def spy(weights: Tensor, *others: Tensor | None) -> Tensor:
-        held.append(weights.shape[1])
+        recorded.append(weights.shape[1])
         return original(weights, *others)
 
     monkeypatch.setattr(module, "jensen_shannon_divergence", spy)
     monkeypatch.setattr("headwise.head_analysis.head_similarity.MAX_SAMPLED_CELLS", 8 * 10 * 30)
     measure_redundancy(small_gpt2(), [make_example([5] * 30), make_example([6] * 300)], options=LIGHT)
-    assert held == [10] * 4 + [8] * 4
+    assert recorded == [10] * 4 + [8] * 4
 
 
 # --- chance --------------------------------------------------------------------------------------------
 
 
 def test_p_is_how_often_chance_does_as_much():
-    drawn = np.array([1.0, 2, 3, 4])
-    assert compare_with_null(4.0, drawn, "high") == (4.0, 2.5, 0.4)
-    assert compare_with_null(1.0, drawn, "low").p == 0.4
-    assert compare_with_null(5.0, drawn).p == 0.2
-    assert compare_with_null(0.0, drawn).p == 0.2
-    assert math.isnan(compare_with_null(0.0, drawn[:0]).p)
+    sample = np.array([1.0, 2, 3, 4])
+    assert compare_with_null(4.0, sample, "high") == (4.0, 2.5, 0.4)
+    assert compare_with_null(1.0, sample, "low").p == 0.4
+    assert compare_with_null(5.0, sample).p == 0.2
+    assert compare_with_null(0.0, sample).p == 0.2
+    assert math.isnan(compare_with_null(0.0, sample[:0]).p)
 
 
 def test_holms_correction():

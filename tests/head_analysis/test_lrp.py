@@ -79,43 +79,48 @@ def scaled(found: list[np.ndarray], total: float) -> list[np.ndarray]:
 
 def test_a_linear_map_divides_relevance_by_the_rule(monkeypatch: pytest.MonkeyPatch):
     draw = np.random.default_rng(0)
-    x, weight, bias, told = draw.normal(size=(3, 5)), draw.normal(size=(2, 5)), draw.normal(size=2), draw.random((3, 2))
-    wanted = np.zeros((3, 5))
+    x, weight, bias, result = (
+        draw.normal(size=(3, 5)),
+        draw.normal(size=(2, 5)),
+        draw.normal(size=2),
+        draw.random((3, 2)),
+    )
+    expected = np.zeros((3, 5))
     for t in range(3):
         for o in range(2):
-            wanted[t] += divided(weight[o] * x[t] + bias[o] / 5, told[t, o])
-    (wanted,) = scaled([wanted], told.sum())
+            expected[t] += divided(weight[o] * x[t] + bias[o] / 5, result[t, o])
+    (expected,) = scaled([expected], result.sum())
     for cells in (10, 2**22):  # a token at a time, and all at once
         monkeypatch.setattr("headwise.head_analysis.lrp.MAX_CELLS", cells)
         tape, node = RelevanceTape(), RelevanceNode(torch.from_numpy(x))
         out = tape.linear(node, torch.from_numpy(weight), torch.from_numpy(bias))
         np.testing.assert_allclose(out.value, x @ weight.T + bias)
-        tape.backward(out, torch.from_numpy(told))
-        np.testing.assert_allclose(node.relevance, wanted, rtol=1e-10)
+        tape.backward(out, torch.from_numpy(result))
+        np.testing.assert_allclose(node.relevance, expected, rtol=1e-10)
 
 
 def test_reading_divides_among_tokens_and_heads_that_share_values():
     draw = np.random.default_rng(1)
-    w, v, told = draw.normal(size=(3, 2, 5)), draw.normal(size=(5, 2, 4)), draw.random((2, 3, 4))
-    reads, wanted = (0, 1, 1), np.zeros((5, 2, 4))
+    w, v, result = draw.normal(size=(3, 2, 5)), draw.normal(size=(5, 2, 4)), draw.random((2, 3, 4))
+    reads, expected = (0, 1, 1), np.zeros((5, 2, 4))
     for h, t, c in np.ndindex(3, 2, 4):
-        wanted[:, reads[h], c] += divided(w[h, t] * v[:, reads[h], c], told[t, h, c])
+        expected[:, reads[h], c] += divided(w[h, t] * v[:, reads[h], c], result[t, h, c])
     tape, node = RelevanceTape(), RelevanceNode(torch.from_numpy(v))
     out = tape.attention_read(node, torch.from_numpy(w), reads)
     np.testing.assert_allclose(out.value, np.einsum("hts,shc->thc", w, v[:, list(reads)]))
-    tape.backward(out, torch.from_numpy(told))
-    np.testing.assert_allclose(node.relevance, scaled([wanted], told.sum())[0], rtol=1e-10)
+    tape.backward(out, torch.from_numpy(result))
+    np.testing.assert_allclose(node.relevance, scaled([expected], result.sum())[0], rtol=1e-10)
 
 
 def test_a_sum_divides_among_its_terms():
-    a, b, told = np.array([[1.0, -2.0, 3.0]]), np.array([[3.0, -1.0, -1.0]]), np.array([[0.5, 0.25, 0.25]])
-    own = [divided(np.array([x, y]), r) for x, y, r in zip(a[0], b[0], told[0], strict=True)]
-    wanted = scaled([np.array([one[0] for one in own]), np.array([one[1] for one in own])], 1.0)
+    a, b, result = np.array([[1.0, -2.0, 3.0]]), np.array([[3.0, -1.0, -1.0]]), np.array([[0.5, 0.25, 0.25]])
+    own = [divided(np.array([x, y]), r) for x, y, r in zip(a[0], b[0], result[0], strict=True)]
+    expected = scaled([np.array([one[0] for one in own]), np.array([one[1] for one in own])], 1.0)
     tape, left, right = RelevanceTape(), RelevanceNode(torch.from_numpy(a)), RelevanceNode(torch.from_numpy(b))
-    tape.backward(tape.sum_terms(left, right), torch.from_numpy(told))
-    np.testing.assert_allclose(left.relevance[0], wanted[0], rtol=1e-10)
-    np.testing.assert_allclose(right.relevance[0], wanted[1], rtol=1e-10)
-    assert left.relevance[0, 0] == pytest.approx(float(wanted[0][0]))
+    tape.backward(tape.sum_terms(left, right), torch.from_numpy(result))
+    np.testing.assert_allclose(left.relevance[0], expected[0], rtol=1e-10)
+    np.testing.assert_allclose(right.relevance[0], expected[1], rtol=1e-10)
+    assert left.relevance[0, 0] == pytest.approx(float(expected[0][0]))
 
 
 def test_relevance_without_inputs_is_refused():
@@ -140,8 +145,8 @@ def followed(net: Any, inputs: dict[str, torch.Tensor]) -> RelevanceForward:
 def test_relevance_is_conserved(name: str):
     net = NETS[name]
     inputs = make_examples(net)[0].inputs
-    through, said = followed(net, inputs), net(**inputs).detach()
-    torch.testing.assert_close(through.out.value, said.view_as(through.out.value))
+    through, result = followed(net, inputs), net(**inputs).detach()
+    torch.testing.assert_close(through.out.value, result.view_as(through.out.value))
     assert float(sum(one.relevance.sum() for one in through.stack_inputs.values())) == pytest.approx(1, rel=1e-6)
     assert set(through.head_outputs) == {site.name for site in hw.sites(net)}
     assert all(bool((one.relevance >= 0).all()) for one in through.head_outputs.values())
@@ -169,10 +174,10 @@ def test_a_layer_by_hand():
 
     back = scaled([np.stack([divided(words[top[t]] * h[t], 0.5) for t in range(2)])], 1.0)[0]  # an rms hands it on
     both = np.array([[divided(np.array([x[t, d], y[t, d]]), back[t, d]) for d in range(4)] for t in range(2)])
-    straight, said = scaled([both[..., 0], both[..., 1]], 1.0)
+    straight, result = scaled([both[..., 0], both[..., 1]], 1.0)
     o = own["encoder.0.attention.output.o"]
-    pairs = [sum(divided(o[d] * z[t].ravel(), said[t, d]) for d in range(4)) for t in range(2)]
-    (heads,) = scaled([np.stack(pairs)], said.sum())
+    pairs = [sum(divided(o[d] * z[t].ravel(), result[t, d]) for d in range(4)) for t in range(2)]
+    (heads,) = scaled([np.stack(pairs)], result.sum())
     through = followed(net, {"x": text})
     np.testing.assert_allclose(through.out.value, h @ words.T, rtol=1e-9)
     np.testing.assert_allclose(through.head_outputs["encoder.0.attention"].relevance.reshape(2, 4), heads, rtol=1e-9)

@@ -45,12 +45,12 @@ def text(number: int, count: int = 7, **more: Any) -> dict[str, Any]:
     return {"input_ids": random_ids(number, count, WORDS)} | more
 
 
-def value(model: nn.Module, objective: Any, scene: Example, number: int = 0) -> float:
+def value(model: nn.Module, objective: Any, example: Example, number: int = 0) -> float:
     """What an objective says of a model that nobody edits."""
-    question = objective.prepare_input(model, scene, number)
+    question = objective.prepare_input(model, example, number)
     with torch.no_grad():
-        said = model(*question.inputs.args, **question.inputs.kwargs)
-    return float(objective.value(said, said, question))
+        outputs = model(*question.inputs.args, **question.inputs.kwargs)
+    return float(objective.value(outputs, outputs, question))
 
 
 def stream(count: int, *special: int) -> TokenAnnotations:
@@ -68,55 +68,55 @@ def stream(count: int, *special: int) -> TokenAnnotations:
 
 def test_next_token_loss_is_transformers_own():
     model = THEIRS["next-token"].build()
-    told = text(0)
-    wanted = float(model(**told, labels=told["input_ids"]).loss.detach())
-    assert value(model, TargetLoss("next-token"), Example(told, {})) == pytest.approx(wanted, rel=1e-5)
+    example = text(0)
+    expected = float(model(**example, labels=example["input_ids"]).loss.detach())
+    assert value(model, TargetLoss("next-token"), Example(example, {})) == pytest.approx(expected, rel=1e-5)
 
 
 def test_masked_loss_is_transformers_own():
-    model, scene = THEIRS["masked-token"].build(), Example(text(0, 20), {"text": stream(20, 0, 19)})
+    model, example = THEIRS["masked-token"].build(), Example(text(0, 20), {"text": stream(20, 0, 19)})
     objective = MaskedTokenLoss(mask_id=1)
-    question = objective.prepare_input(model, scene, 3)
+    question = objective.prepare_input(model, example, 3)
     masked, labels = question.inputs.kwargs["input_ids"], question.labels
     assert labels is not None
     places = (labels != IGNORE_INDEX).nonzero().flatten().tolist()
     assert len(places) == 3  # 15 % of 18, special tokens aside
     assert not {0, 19} & set(places)
     assert masked[0, places].tolist() == [1, 1, 1]
-    assert torch.equal(torch.where(labels == IGNORE_INDEX, masked[0], labels), scene.inputs["input_ids"][0])
-    wanted = float(model(input_ids=masked, labels=labels[None]).loss.detach())
-    assert value(model, objective, scene, 3) == pytest.approx(wanted, rel=1e-5)
-    again = objective.prepare_input(model, scene, 3).labels
+    assert torch.equal(torch.where(labels == IGNORE_INDEX, masked[0], labels), example.inputs["input_ids"][0])
+    expected = float(model(input_ids=masked, labels=labels[None]).loss.detach())
+    assert value(model, objective, example, 3) == pytest.approx(expected, rel=1e-5)
+    again = objective.prepare_input(model, example, 3).labels
     assert again is not None
     assert torch.equal(again, labels)
-    assert not torch.equal(objective.prepare_input(model, scene, 4).inputs.kwargs["input_ids"], masked)
+    assert not torch.equal(objective.prepare_input(model, example, 4).inputs.kwargs["input_ids"], masked)
 
 
 def test_label_loss_is_transformers_own():
-    model, told = THEIRS["label"].build(), torch.tensor([3])
-    wanted = float(model(**text(0), labels=told).loss.detach())
-    assert value(model, TargetLoss("label"), Example(text(0, labels=told), {})) == pytest.approx(wanted, rel=1e-5)
+    model, result = THEIRS["label"].build(), torch.tensor([3])
+    expected = float(model(**text(0), labels=result).loss.detach())
+    assert value(model, TargetLoss("label"), Example(text(0, labels=result), {})) == pytest.approx(expected, rel=1e-5)
 
 
 def test_translation_loss_is_transformers_own():
     model = THEIRS["translation"].build()
-    told = text(0) | {"decoder_input_ids": random_ids(1, 5, WORDS)}
-    labels = torch.cat([told["decoder_input_ids"][:, 1:], torch.tensor([[IGNORE_INDEX]])], 1)
-    wanted = float(model(**told, labels=labels).loss.detach())
-    assert value(model, TargetLoss("translation"), Example(told, {})) == pytest.approx(wanted, rel=1e-5)
-    ended = torch.cat([told["decoder_input_ids"][:, 1:], torch.tensor([[2]])], 1)
-    wanted = float(model(**told, labels=ended).loss.detach())
-    assert value(model, TargetLoss("translation"), Example(told | {"labels": ended}, {})) == pytest.approx(
-        wanted, rel=1e-5
+    options = text(0) | {"decoder_input_ids": random_ids(1, 5, WORDS)}
+    labels = torch.cat([options["decoder_input_ids"][:, 1:], torch.tensor([[IGNORE_INDEX]])], 1)
+    expected = float(model(**options, labels=labels).loss.detach())
+    assert value(model, TargetLoss("translation"), Example(options, {})) == pytest.approx(expected, rel=1e-5)
+    ended = torch.cat([options["decoder_input_ids"][:, 1:], torch.tensor([[2]])], 1)
+    expected = float(model(**options, labels=ended).loss.detach())
+    assert value(model, TargetLoss("translation"), Example(options | {"labels": ended}, {})) == pytest.approx(
+        expected, rel=1e-5
     )
 
 
 def test_losses_of_models_of_ours_are_their_definition():
     for net, name in ((build_model(GPT2), "next-token"), (translator(), "translation")):
-        told = {"x": random_ids(0)} | ({"source": random_ids(1)} if name == "translation" else {})
-        logits = net(**told)[0].detach()
-        wanted = -logits[:-1].log_softmax(-1)[range(6), told["x"][0, 1:]].mean()
-        assert value(net, OBJECTIVES[name], Example(told, {})) == pytest.approx(float(wanted))
+        options = {"x": random_ids(0)} | ({"source": random_ids(1)} if name == "translation" else {})
+        logits = net(**options)[0].detach()
+        expected = -logits[:-1].log_softmax(-1)[range(6), options["x"][0, 1:]].mean()
+        assert value(net, OBJECTIVES[name], Example(options, {})) == pytest.approx(float(expected))
 
 
 # --- drift -----------------------------------------------------------------------------------------------
@@ -132,15 +132,15 @@ def test_drift_is_its_definition():
     def l2(a: np.ndarray, b: np.ndarray) -> float:
         return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
-    wanted = {
+    expected = {
         "drift": cosine(new[0].mean(0), old[0].mean(0)), "drift-l2": l2(new[0].mean(0), old[0].mean(0)),
         "token-drift": np.mean([cosine(a, b) for a, b in zip(new[0], old[0], strict=True)]),
         "token-drift-l2": np.mean([l2(a, b) for a, b in zip(new[0], old[0], strict=True)]),
     }  # fmt: skip
     question = OutputDrift().prepare_input(build_model(GPT2), Example({"x": random_ids(0)}, {}), 0)
-    for name, own in wanted.items():
-        told = OBJECTIVES[name].value(torch.from_numpy(new), torch.from_numpy(old), question)
-        assert float(told) == pytest.approx(own, rel=1e-12)
+    for name, own in expected.items():
+        result = OBJECTIVES[name].value(torch.from_numpy(new), torch.from_numpy(old), question)
+        assert float(result) == pytest.approx(own, rel=1e-12)
         assert OBJECTIVES[name].value(torch.from_numpy(old), torch.from_numpy(old), question) == pytest.approx(0)
 
 
@@ -182,33 +182,33 @@ def classifier(at: str = "mean", outputs: int = 5) -> Any:
 
 
 def test_the_chosen_objective_is_reported():
-    def scene(**more: Tensor) -> Example:
+    def example_with(**more: Tensor) -> Example:
         return Example({"x": random_ids(0)} | more, {})
 
-    chosen, said = choose_objective(build_model(GPT2), None, scene())
-    assert (chosen.name, said) == ("next-token", "the objective is next-token loss, by the model's own head")
-    chosen, said = choose_objective(classifier(), None, scene(labels=torch.tensor([2])))
+    chosen, reason = choose_objective(build_model(GPT2), None, example_with())
+    assert (chosen.name, reason) == ("next-token", "the objective is next-token loss, by the model's own head")
+    chosen, reason = choose_objective(classifier(), None, example_with(labels=torch.tensor([2])))
     assert chosen.name == "label"
-    chosen, said = choose_objective(classifier(), None, scene())
-    assert (chosen.name, said) == ("drift", "the objective is drift: the texts come without labels")
-    chosen, said = choose_objective(classifier(outputs=0), None, scene())
-    assert (chosen.name, "has no head whose loss is known" in said) == ("drift", True)
-    chosen, said = choose_objective(build_model(OUR_BERT), None, scene())
-    assert (chosen.name, "set it, as in MaskedTokenLoss(mask_id=103)" in said) == ("drift", True)
+    chosen, reason = choose_objective(classifier(), None, example_with())
+    assert (chosen.name, reason) == ("drift", "the objective is drift: the texts come without labels")
+    chosen, reason = choose_objective(classifier(outputs=0), None, example_with())
+    assert (chosen.name, "has no head whose loss is known" in reason) == ("drift", True)
+    chosen, reason = choose_objective(build_model(OUR_BERT), None, example_with())
+    assert (chosen.name, "set it, as in MaskedTokenLoss(mask_id=103)" in reason) == ("drift", True)
     net = build_model(OUR_BERT)
     net.usage = hw.ProcessorSpec(mask=3)
-    assert choose_objective(net, None, scene())[0].name == "masked-token"
-    assert choose_objective(net, "token-drift", scene()) == (OutputDrift("tokens"), "")
+    assert choose_objective(net, None, example_with())[0].name == "masked-token"
+    assert choose_objective(net, "token-drift", example_with()) == (OutputDrift("tokens"), "")
 
 
 def test_labels_of_each_token_are_a_loss():
     net = classifier("each")
     labels = torch.tensor([[0, 1, IGNORE_INDEX, 2, 4, 3, 0]])
-    scene = Example({"x": random_ids(0), "labels": labels}, {})
+    example = Example({"x": random_ids(0), "labels": labels}, {})
     logits = net(random_ids(0))[0].detach().log_softmax(-1)
-    wanted = -np.mean([float(logits[t, one]) for t, one in enumerate(labels[0].tolist()) if one != IGNORE_INDEX])
-    assert value(net, TargetLoss("label"), scene) == pytest.approx(wanted)
-    result = estimate_importance(net, [scene] * 3, method="michel")
+    expected = -np.mean([float(logits[t, one]) for t, one in enumerate(labels[0].tolist()) if one != IGNORE_INDEX])
+    assert value(net, TargetLoss("label"), example) == pytest.approx(expected)
+    result = estimate_importance(net, [example] * 3, method="michel")
     assert result.objective == "label"
 
 
@@ -239,6 +239,6 @@ def test_labels_that_do_not_fit_are_refused():
         estimate_importance(net, [first, Example({"x": random_ids(0)}, {})])
     with pytest.raises(ValueError, match="label 5 is out of range: the model has 5 outputs"):
         estimate_importance(net, [Example({"x": random_ids(0), "labels": torch.tensor([[5] * 7])}, {})] * 2)
-    for made in (lambda: TargetLoss("tokn"), lambda: MaskedTokenLoss(mask_fraction=0.0)):
+    for built in (lambda: TargetLoss("tokn"), lambda: MaskedTokenLoss(mask_fraction=0.0)):
         with pytest.raises(ValueError, match=r"unknown loss TargetLoss\('tokn'\)|mask_fraction must be"):
-            made()
+            built()

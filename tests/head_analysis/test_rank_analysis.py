@@ -24,7 +24,7 @@ from support.number_examples import make_examples, small_gpt2
 Array = NDArray[np.float64]
 
 
-def held(matrix: Array) -> int:
+def num_singular_values(matrix: Array) -> int:
     """How many singular values hold 90 % of the sum of squares, counted one by one."""
     power = np.linalg.svd(matrix, compute_uv=False) ** 2
     for count in range(1, len(power) + 1):
@@ -45,10 +45,10 @@ def test_dims_are_those_of_the_full_products(kv: int):
     (found,) = measure_qk_spectra(torch.nn.ModuleList([layer]))
     q, k = (layer.weights["project"][side].detach().double().numpy().reshape(-1, 5, 20) for side in "qk")
     each = [q[head].T @ k[head * kv // 4] for head in range(4)]
-    assert [one.dims for one in found.heads] == [held(one) for one in each]
-    assert found.summed.dims == held(np.sum(each, 0))
-    assert found.queries.dims == held(q.reshape(-1, 20))
-    assert found.keys.dims == held(k.reshape(-1, 20))
+    assert [one.dims for one in found.heads] == [num_singular_values(one) for one in each]
+    assert found.summed.dims == num_singular_values(np.sum(each, 0))
+    assert found.queries.dims == num_singular_values(q.reshape(-1, 20))
+    assert found.keys.dims == num_singular_values(k.reshape(-1, 20))
     assert (found.heads[0].most, found.summed.most, found.keys.most) == (5, min(20, 5 * kv), min(20, 5 * kv))
 
 
@@ -59,7 +59,7 @@ def test_the_gaussian_baseline_has_the_scale_and_key_sharing_of_the_model():
         for _ in range(40):
             keys = [draw.normal(size=(5, 20)) for _ in range(kv)]
             each = [draw.normal(size=(20, 5)) @ keys[head * kv // 4] for head in range(4)]
-            summed.append(held(np.sum(each, 0)))
+            summed.append(num_singular_values(np.sum(each, 0)))
         (found,) = measure_qk_spectra(torch.nn.ModuleList([grouped(kv)]), num_draws=20)
         assert found.summed.chance == pytest.approx(np.mean(summed), abs=0.7)
 
@@ -105,17 +105,17 @@ def ranks(matrix: Array) -> tuple[float, float]:
 
 def test_ranks_of_matrices():
     matrix = np.random.default_rng(0).normal(size=(9, 7))
-    wanted = ranks(matrix)
-    assert stable_rank(torch.tensor(matrix)).item() == pytest.approx(wanted[0])
-    assert effective_rank(torch.tensor(matrix)).item() == pytest.approx(wanted[1])
+    expected = ranks(matrix)
+    assert stable_rank(torch.tensor(matrix)).item() == pytest.approx(expected[0])
+    assert effective_rank(torch.tensor(matrix)).item() == pytest.approx(expected[1])
     assert stable_rank(torch.zeros(3, 3)).item() == effective_rank(torch.zeros(3, 3)).item() == 0
 
 
 def test_scores_and_weights_of_a_model():
     net: Any = small_gpt2()
     texts = make_examples(3)
-    told = {(one.site, one.head, one.stage): one for one in measure_score_ranks(net, texts)}
-    wanted: dict[str, list[tuple[float, float]]] = {"q": [], "weights": []}
+    values = {(one.site, one.head, one.stage): one for one in measure_score_ranks(net, texts)}
+    expected: dict[str, list[tuple[float, float]]] = {"q": [], "weights": []}
     for text in texts:
         probe = hw.Probe("q", "k", "weights")
         net.probes = {"decoder.1.attention": probe}
@@ -123,15 +123,15 @@ def test_scores_and_weights_of_a_model():
             net(text.inputs["x"])
         net.probes = {}
         q, k = (probe.tensors[side][0, :, 2].double().numpy() for side in "qk")
-        wanted["q"].append(ranks(q @ k.T))
-        wanted["weights"].append(ranks(probe.tensors["weights"][0, 2].double().numpy()))
+        expected["q"].append(ranks(q @ k.T))
+        expected["weights"].append(ranks(probe.tensors["weights"][0, 2].double().numpy()))
     for stage, key in (("scores", "q"), ("weights", "weights")):
-        one = told["decoder.1.attention", 2, stage]
-        stable, effective = np.mean(wanted[key], 0)
+        one = values["decoder.1.attention", 2, stage]
+        stable, effective = np.mean(expected[key], 0)
         assert one.stable.value == pytest.approx(stable, rel=1e-4)
         assert one.effective.value == pytest.approx(effective, rel=1e-3)
-    assert all(one.effective.value <= one.bound == 5 for one in told.values() if one.stage == "scores")
-    assert not any(one.stage == "mixed" for one in told.values())
+    assert all(one.effective.value <= one.bound == 5 for one in values.values() if one.stage == "scores")
+    assert not any(one.stage == "mixed" for one in values.values())
 
 
 def test_mixing_heads_lifts_the_rank_of_scores():
@@ -144,11 +144,11 @@ def test_mixing_heads_lifts_the_rank_of_scores():
         for name, parameter in net.named_parameters():
             if "talking" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    told = measure_score_ranks(net, make_examples(3))
+    score_ranks = measure_score_ranks(net, make_examples(3))
     before, mixed = (
-        np.mean([one.effective.value for one in told if one.stage == stage]) for stage in ("scores", "mixed")
+        np.mean([one.effective.value for one in score_ranks if one.stage == stage]) for stage in ("scores", "mixed")
     )
-    assert max(one.effective.value for one in told if one.stage == "scores") <= 2 + 1e-3 < mixed
+    assert max(one.effective.value for one in score_ranks if one.stage == "scores") <= 2 + 1e-3 < mixed
     assert mixed > before
 
 
@@ -157,12 +157,12 @@ def test_ranks_of_models_of_others():
     from support.transformers_models import ZOO
 
     model, texts = ZOO["gpt2"].build(), make_examples(3, "input_ids")
-    told = {(one.site, one.head, one.stage): one for one in measure_score_ranks(model, texts)}
+    values = {(one.site, one.head, one.stage): one for one in measure_score_ranks(model, texts)}
     with torch.no_grad():
-        said = [model(**one.inputs, output_attentions=True).attentions[1][0, 3].double().numpy() for one in texts]
-    one = told["decoder.1.attention", 3, "weights"]
-    assert one.stable.value == pytest.approx(np.mean([ranks(weights)[0] for weights in said]), rel=1e-4)
-    assert told["decoder.1.attention", 3, "scores"].effective.value <= 8
+        results = [model(**one.inputs, output_attentions=True).attentions[1][0, 3].double().numpy() for one in texts]
+    one = values["decoder.1.attention", 3, "weights"]
+    assert one.stable.value == pytest.approx(np.mean([ranks(weights)[0] for weights in results]), rel=1e-4)
+    assert values["decoder.1.attention", 3, "scores"].effective.value <= 8
 
 
 def test_unsupported_models_are_refused():

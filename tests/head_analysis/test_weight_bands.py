@@ -33,15 +33,15 @@ SPECS = {
 }
 
 
-def told(count: int = COUNT) -> Example:
+def make_example(count: int = COUNT) -> Example:
     return Example(None, {"text": maps.weight_map("full", 0, count=count).key_tokens})
 
 
 def bands(core, cells: int, monkeypatch: pytest.MonkeyPatch) -> list[WeightBand]:
-    seen: list[WeightBand] = []
+    recorded: list[WeightBand] = []
     monkeypatch.setattr(weight_bands, "MAX_CELLS", cells)
-    WeightBandHook("site", told(), ("text", "text"), lambda _, block: seen.append(block)).on_call(core)
-    return seen
+    WeightBandHook("site", make_example(), ("text", "text"), lambda _, block: recorded.append(block)).on_call(core)
+    return recorded
 
 
 def spread(some: list[WeightBand]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,8 +68,8 @@ def test_bands_are_the_weights_of_the_definition(name: str, cells: int, monkeypa
         (keep,) = keeps.values()
         weights, allowed = spread(bands(keep.seen[0], cells, monkeypatch))
     check_close(weights, probe.tensors["weights"][0])
-    wanted = torch.tensor([[SPECS[name].pattern.allows(t, s) for s in range(COUNT)] for t in range(COUNT)])
-    assert torch.equal(allowed, wanted.expand_as(allowed))
+    expected = torch.tensor([[SPECS[name].pattern.allows(t, s) for s in range(COUNT)] for t in range(COUNT)])
+    assert torch.equal(allowed, expected.expand_as(allowed))
 
 
 def test_bands_are_as_narrow_as_their_allowed_keys(monkeypatch: pytest.MonkeyPatch):
@@ -95,14 +95,16 @@ def test_seen_keys_are_all_that_rows_may_read(kind: str):
     may[4] = False
     may = torch.stack([may, may.roll(1, 0)]).repeat(3, 1, 1) if kind == "each" else may
     mask = torch.zeros(may.shape).masked_fill(~may, -torch.inf) if kind == "float" else may
-    seen = AttentionInputs(q, k, k, 0.5, mask=mask)
+    attention_inputs = AttentionInputs(q, k, k, 0.5, mask=mask)
     rows, keys = slice(2, 7), slice(2, 8)
     scores = torch.stack([q[0, :, h] @ k[0, :, h // 2].T * 0.5 for h in range(6)])
     raw = torch.where(may, scores.exp(), 0)
-    wanted = (raw / raw.sum(-1, keepdim=True).clamp(min=1e-300))[None, :, rows]
-    check_close(seen.all_weights(rows), wanted)
-    check_close(seen.all_weights(rows, keys), wanted[..., keys])
-    assert torch.equal(seen.allowed_pairs(rows), may.expand(1, 6 if kind == "each" else 1, 9, 11)[:, :, rows])
+    expected = (raw / raw.sum(-1, keepdim=True).clamp(min=1e-300))[None, :, rows]
+    check_close(attention_inputs.all_weights(rows), expected)
+    check_close(attention_inputs.all_weights(rows, keys), expected[..., keys])
+    assert torch.equal(
+        attention_inputs.allowed_pairs(rows), may.expand(1, 6 if kind == "each" else 1, 9, 11)[:, :, rows]
+    )
 
 
 @pytest.mark.parametrize("kind", ["causal", "holes", "each"])
@@ -146,15 +148,15 @@ def test_chance_is_the_same_whether_it_was_known():
 
 
 def test_too_few_tokens_for_the_model_are_refused():
-    scene, *more = handmade.texts(3)
-    text = scene.streams["text"]
+    example, *more = handmade.texts(3)
+    text = example.streams["text"]
     short = replace(
         text, **{name: getattr(text, name)[:-1] for name in text.__dataclass_fields__ if name != "first_is_sink"}
     )
     with pytest.raises(
         ValueError, match=f"{text.count} queries and {text.count} keys, but the example annotates {text.count - 1}"
     ):
-        measure_heads(handmade.decoder(), [Example(scene.inputs, {"text": short}), *more])
+        measure_heads(handmade.decoder(), [Example(example.inputs, {"text": short}), *more])
 
 
 def test_few_tokens_of_many_are_picked():
@@ -165,8 +167,8 @@ def test_few_tokens_of_many_are_picked():
         keys = torch.zeros(301, dtype=torch.bool)
         keys[chosen] = True
         for one in (block, cut):
-            wanted = block.w_HTS[..., [s for s in chosen if s >= one.first_key]].sum(-1)
-            check_close(one.weight_on(keys), wanted)
+            expected = block.w_HTS[..., [s for s in chosen if s >= one.first_key]].sum(-1)
+            check_close(one.weight_on(keys), expected)
 
 
 # --- attention received --------------------------------------------------------------------------------
@@ -177,7 +179,7 @@ def test_columns_are_those_of_all_weights(monkeypatch):
     stack = StackSpec.from_blocks("decoder", 12, blocks, embedding=EmbeddingSpec(17))
     net = hw.build(ModelSpec("seen", "decoder", (stack,), (OutputHeadSpec("tokens", 17),)), seed=0)
     ids, none = torch.arange(13) % 17, torch.zeros(13, dtype=torch.bool)
-    scene = Example(ids[None], {"text": TokenAnnotations(ids, ("",) * 13, none, none, none, torch.arange(13), ids)})
+    example = Example(ids[None], {"text": TokenAnnotations(ids, ("",) * 13, none, none, none, torch.arange(13), ids)})
     those, received, bands = find_attention(net.eval()), AttentionReceived(), []
     monkeypatch.setattr(weight_bands, "MAX_CELLS", 3 * 13 * 2)
 
@@ -185,7 +187,7 @@ def test_columns_are_those_of_all_weights(monkeypatch):
         bands.append(site)
         received.add_band(site, block)
 
-    stream_weight_bands(net, those, scene, {one.site.name: ("text", "text") for one in those}, see)
+    stream_weight_bands(net, those, example, {one.site.name: ("text", "text") for one in those}, see)
     assert len(bands) > 2 * len(those)
     probes = {name: hw.Probe("weights") for name, _ in net.spec.attention_specs()}
     net.probes = probes

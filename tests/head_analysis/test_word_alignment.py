@@ -29,24 +29,24 @@ def pair(seed: int, kind: str = "full") -> tuple[WeightBand, Links]:
 
 def links_of(block: WeightBand, row: str) -> tuple[list[dict[tuple[int, int], float]], int]:
     """The links of each head, of uniform weights and of the diagonal, each with its share of a tie; and how many."""
-    said = block.query_tokens.word_index.tolist()
-    said = said if row == "input" else [*said[1:], -1]
-    told = block.key_tokens.word_index.tolist()
+    result = block.query_tokens.word_index.tolist()
+    result = result if row == "input" else [*result[1:], -1]
+    actual = block.key_tokens.word_index.tolist()
     allowed = block.allowed.numpy() if block.allowed.dim() == 2 else block.allowed.numpy().any(0)
-    words = sorted({one for one in said if one >= 0})
-    counts = max(block.query_tokens.word_index.tolist()) + 1, max(told) + 1
+    words = sorted({one for one in result if one >= 0})
+    counts = max(block.query_tokens.word_index.tolist()) + 1, max(actual) + 1
     grids = [w.numpy() for w in block.w_HTS]
     found: list[dict[tuple[int, int], float]] = [{} for _ in range(len(grids) + 2)]
     linked = 0
     for word in words:
-        rows = [t for t, one in enumerate(said) if one == word]
-        may = sorted({s for t in rows for s, one in enumerate(told) if one >= 0 and allowed[t, s]})
+        rows = [t for t, one in enumerate(result) if one == word]
+        may = sorted({s for t in rows for s, one in enumerate(actual) if one >= 0 and allowed[t, s]})
         if not may:
             continue
         linked += 1
-        readable = sorted({told[s] for s in may})
+        readable = sorted({actual[s] for s in may})
         for head, grid in enumerate(grids):
-            weight = {w: sum(grid[t, s] for t in rows for s, one in enumerate(told) if one == w) for w in readable}
+            weight = {w: sum(grid[t, s] for t in rows for s, one in enumerate(actual) if one == w) for w in readable}
             top = [w for w in readable if weight[w] == max(weight.values())]
             found[head].update({(w, word): 1 / len(top) for w in top})
         found[-2].update({(w, word): 1 / len(readable) for w in readable})
@@ -68,15 +68,15 @@ def test_links_are_counted_as_sets(kind: str, row: str, step: int):
             alignment.add_band(SITE, band)
         alignment.finish_example()
     measures = alignment.measures(draw_resamples(5, 50, 0))
-    right, drawn, gold = np.zeros((2, maps.HEADS + 2)), 0, 0
+    right, sample, gold = np.zeros((2, maps.HEADS + 2)), 0, 0
     for block, links in texts:
         found, linked = links_of(block, row)
         sure, possible = {(s, t) for s, t, is_sure in links if is_sure}, {(s, t) for s, t, _ in links}
         right += [[sum(one.get(link, 0) for link in those) for one in found] for those in (sure, possible)]
-        drawn, gold = drawn + linked, gold + len(sure)
-    wanted = {"": right.sum(0) / (drawn + gold), " precision": right[1] / drawn, " recall": right[0] / gold}
+        sample, gold = sample + linked, gold + len(sure)
+    expected = {"": right.sum(0) / (sample + gold), " precision": right[1] / sample, " recall": right[0] / gold}
     for head in range(maps.HEADS):
-        for name, values in wanted.items():
+        for name, values in expected.items():
             one = measures[SITE, head][f"alignment {row}{name}"]
             assert one.value == pytest.approx(values[head])
             assert one.chance == pytest.approx(values[-2:].max())
@@ -108,12 +108,12 @@ def test_a_head_that_draws_the_gold_links_has_no_error():
     assert measures[SITE, 0]["alignment target"].value < 0.5
 
 
-@pytest.mark.parametrize(("link", "says"), [((99, 0, True), "names word 99 of the source, which has"),
+@pytest.mark.parametrize(("link", "message"), [((99, 0, True), "names word 99 of the source, which has"),
                                             ((0, 99, True), "names word 99 of the text, which has"),
                                             ((-1, 0, True), "names word -1 of the source")])  # fmt: skip
-def test_links_out_of_range_are_refused(link: tuple[int, int, bool], says: str):
+def test_links_out_of_range_are_refused(link: tuple[int, int, bool], message: str):
     block, _ = pair(0)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         AlignmentScores().start_example(
             Example(None, {"source": block.key_tokens, "text": block.query_tokens}, alignment_links=[link])
         )
@@ -141,5 +141,5 @@ def test_texts_without_links_are_left_out():
         )
         alignment.add_band(SITE, block)
         alignment.finish_example()
-    assert [bool(told) for told in alignment.ratios_by_example] == [True, False, True]
+    assert [bool(value) for value in alignment.ratios_by_example] == [True, False, True]
     assert alignment.measures(draw_resamples(3, 10, 0))

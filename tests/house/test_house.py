@@ -98,8 +98,8 @@ def test_functions_are_short():
 
 def arguments(f: Function) -> list[str]:
     """The names a caller may fill, without the receiver."""
-    given = [*f.args.posonlyargs, *f.args.args]
-    positional = given[1:] if given and given[0].arg in ("self", "cls") else given
+    inputs = [*f.args.posonlyargs, *f.args.args]
+    positional = inputs[1:] if inputs and inputs[0].arg in ("self", "cls") else inputs
     return [argument.arg for argument in (*positional, *f.args.kwonlyargs)]
 
 
@@ -145,7 +145,7 @@ def test_control_flow_is_flat():
         ("def f(x):\n  if x:\n    def g():\n      if x:\n        pass", 1),
     ],
 )
-def test_depth_counts_what_it_says(code: str, expected: int):
+def test_depth_counts_nested_control_flow(code: str, expected: int):
     assert depth(ast.parse(code).body[0]) == expected
 
 
@@ -318,7 +318,7 @@ def test_only_the_command_line_prints():
     check_none([at(path, call) for path in quiet for call in calls(path, "print")])
 
 
-def test_nobody_asks_hasattr():
+def test_hasattr_is_not_used():
     check_none([at(path, call) for path in FILES for call in calls(path, "hasattr")])
 
 
@@ -379,7 +379,7 @@ def registered(path: Path) -> set[str]:
     return found
 
 
-def spoken(path: Path) -> Iterator[tuple[int, str]]:
+def identifiers(path: Path) -> Iterator[tuple[int, str]]:
     """Every name in the code and every identifier that is imported; strings and docstrings do not count."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Name):
@@ -394,8 +394,8 @@ def test_only_parts_backends_and_presets_name_a_part():
     inside = {"parts", "backends", "presets.py", "presets", "families", "__init__.py"}  # the last hands names on
     parts = set().union(*(registered(path) for path in (SOURCE / "parts").rglob("*.py")))
     outside = [p for p in FILES if p.relative_to(SOURCE).parts[0] not in inside and p != SOURCE / "__init__.py"]
-    told = [at(path, line, name) for path in outside for line, name in spoken(path) if name in parts]
-    check_none(told)
+    values = [at(path, line, name) for path in outside for line, name in identifiers(path) if name in parts]
+    check_none(values)
 
 
 # --- public means documented and doctested (23) --------------------------------------------------------
@@ -413,9 +413,9 @@ def test_every_public_name_has_a_docstring():
 def test_doctests(name: str):
     """Every example in a docstring says what really comes out."""
     module = importlib.import_module(name)
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as recorded:
         result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-    assert result.failed == 0, said.getvalue()
+    assert result.failed == 0, recorded.getvalue()
 
 
 def test_import_headwise_is_light(record_property):

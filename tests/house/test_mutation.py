@@ -63,7 +63,7 @@ def after(operator: str, source: str) -> list[str]:
         ("statement", "'text'\na = 1\nb()", ["'text'\npass\nb()", "'text'\na = 1\npass"]),
     ],
 )
-def test_operators_change_what_they_say(operator: str, source: str, expected: list[str]):
+def test_operators_make_their_described_change(operator: str, source: str, expected: list[str]):
     assert [text.replace('"""', "'") for text in after(operator, source)] == expected
 
 
@@ -228,9 +228,9 @@ def test_the_report_gives_the_kill_rate(
     results = list(runner.run_trials(trials))
     monkeypatch.setattr(runner, "run_trials", lambda *args: results)
     assert [runner.report(trials, aim) for aim in (0.5, 0.9, 1)] == [0, 1, 1]
-    said = capsys.readouterr().out
-    assert "add: a + b -> a - b" in said
-    assert "2 mutants: 1 killed, 1 survived, 0 timeout, 0 broken; kill rate 0.50, aim 0.90" in said
+    out = capsys.readouterr().out
+    assert "add: a + b -> a - b" in out
+    assert "2 mutants: 1 killed, 1 survived, 0 timeout, 0 broken; kill rate 0.50, aim 0.90" in out
 
 
 def test_tests_that_fail_without_a_change_are_refused(small: Path, capsys: pytest.CaptureFixture[str]):

@@ -27,12 +27,12 @@ def check_refused(words: str, load: Callable[[], object]) -> None:
     """One line that holds these words in this order, and ends with a remedy."""
     with pytest.raises(hw.SpecError) as caught:
         load()
-    told, at = str(caught.value), 0
-    assert "\n" not in told
-    assert "; " in told, told
+    message, at = str(caught.value), 0
+    assert "\n" not in message
+    assert "; " in message, message
     for word in words.split(" .. "):
-        assert word in told[at:], told
-        at = told.index(word, at) + len(word)
+        assert word in message[at:], message
+        at = message.index(word, at) + len(word)
 
 
 # --- files of llama2.c ---------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def check_refused(words: str, load: Callable[[], object]) -> None:
 DIM = MODEL // HEADS
 
 
-def drawn(untied: bool = False) -> tuple[bytes, dict[str, NDArray[Any]]]:
+def checkpoint_bytes(untied: bool = False) -> tuple[bytes, dict[str, NDArray[Any]]]:
     """A file, written here number by number as its code reads it, and its tensors."""
     rng = np.random.default_rng(0)
     kv, sizes = KV * DIM, (MODEL, HIDDEN, LAYERS, HEADS, KV, -TOKENS if untied else TOKENS, LENGTH)
@@ -57,17 +57,17 @@ def drawn(untied: bool = False) -> tuple[bytes, dict[str, NDArray[Any]]]:
         "w3": (LAYERS, HIDDEN, MODEL),
         "final": (MODEL,),
     }
-    held = {name: rng.normal(0, shape[-1] ** -0.5, shape).astype(np.float32) for name, shape in shapes.items()}
+    tensors = {name: rng.normal(0, shape[-1] ** -0.5, shape).astype(np.float32) for name, shape in shapes.items()}
     angle = np.arange(LENGTH)[:, None] * 10_000.0 ** (-np.arange(0, DIM, 2) / DIM)
-    held |= {"cos": np.cos(angle).astype(np.float32), "sin": np.sin(angle).astype(np.float32)}
+    tensors |= {"cos": np.cos(angle).astype(np.float32), "sin": np.sin(angle).astype(np.float32)}
     if untied:
-        held["head"] = rng.normal(0, 1, (TOKENS, MODEL)).astype(np.float32)
-    return struct.pack("<7i", *sizes) + b"".join(tensor.tobytes() for tensor in held.values()), held
+        tensors["head"] = rng.normal(0, 1, (TOKENS, MODEL)).astype(np.float32)
+    return struct.pack("<7i", *sizes) + b"".join(tensor.tobytes() for tensor in tensors.values()), tensors
 
 
-def defined(held: dict[str, NDArray[Any]], ids: Sequence[int]) -> NDArray[Any]:
+def defined(options: dict[str, NDArray[Any]], ids: Sequence[int]) -> NDArray[Any]:
     """What such a model says after each id: neighbouring channels turn together, one query at a time, in float64."""
-    w = {name: tensor.astype(np.float64) for name, tensor in held.items()}
+    w = {name: tensor.astype(np.float64) for name, tensor in options.items()}
 
     def norm(x: NDArray[Any], gain: NDArray[Any]) -> NDArray[Any]:
         return gain * x / np.sqrt((x * x).mean() + 1e-5)
@@ -80,7 +80,7 @@ def defined(held: dict[str, NDArray[Any]], ids: Sequence[int]) -> NDArray[Any]:
             out[c + 1] = x[c] * np.sin(angle) + x[c + 1] * np.cos(angle)
         return out
 
-    keys, values, said = [[] for _ in range(LAYERS)], [[] for _ in range(LAYERS)], []
+    keys, values, recorded = [[] for _ in range(LAYERS)], [[] for _ in range(LAYERS)], []
     for at, token in enumerate(ids):
         x = w["tokens"][token].copy()
         for n in range(LAYERS):
@@ -97,25 +97,25 @@ def defined(held: dict[str, NDArray[Any]], ids: Sequence[int]) -> NDArray[Any]:
             z = norm(x, w["ffn"][n])
             gate = w["w1"][n] @ z
             x = x + w["w2"][n] @ (gate / (1 + np.exp(-gate)) * (w["w3"][n] @ z))
-        said.append(w.get("head", w["tokens"]) @ norm(x, w["final"]))
-    return np.array(said)
+        recorded.append(w.get("head", w["tokens"]) @ norm(x, w["final"]))
+    return np.array(recorded)
 
 
 @pytest.mark.parametrize("untied", [False, True])
 def test_a_llama2c_file_equals_its_definition(untied: bool, tmp_path: Path):
-    data, held = drawn(untied)
+    data, values = checkpoint_bytes(untied)
     (tmp_path / "a.bin").write_bytes(data)
     net = hw.load(tmp_path / "a.bin")
     assert ("head.tokens.weight" in dict(net.named_parameters())) == untied
     ids = [3, 1, 4, 1, 5, 9, 2, 6]
     with torch.no_grad():
         got = net.double()(torch.tensor([ids]))[0]
-    assert np.abs(got.numpy() - defined(held, ids)).max() < 1e-10
+    assert np.abs(got.numpy() - defined(values, ids)).max() < 1e-10
 
 
-def header(**said: int) -> bytes:
+def header(**options: int) -> bytes:
     sizes = dict(zip(llama2c.Llama2cHeader._fields, (MODEL, HIDDEN, LAYERS, HEADS, KV, TOKENS, LENGTH), strict=True))
-    return struct.pack("<7i", *(sizes | said).values()) + drawn()[0][28:]
+    return struct.pack("<7i", *(sizes | options).values()) + checkpoint_bytes()[0][28:]
 
 
 def angles(data: bytes) -> bytes:
@@ -126,9 +126,9 @@ def angles(data: bytes) -> bytes:
 
 
 FILES: dict[str, tuple[Callable[[], bytes], str]] = {
-    "truncated": (lambda: drawn()[0][:-4], "bytes long, but its sizes require .. copy the file again"),
-    "longer": (lambda: drawn()[0] + bytes(4), "bytes long, but its sizes require"),
-    "short": (lambda: drawn()[0][:20], "is 20 bytes long, too short"),
+    "truncated": (lambda: checkpoint_bytes()[0][:-4], "bytes long, but its sizes require .. copy the file again"),
+    "longer": (lambda: checkpoint_bytes()[0] + bytes(4), "bytes long, but its sizes require"),
+    "short": (lambda: checkpoint_bytes()[0][:20], "is 20 bytes long, too short"),
     "zeros": (lambda: bytes(500), "begins with [0, 0, 0, 0, 0, 0, 0], which are not sizes of a model"),
     "heads": (lambda: header(heads=5), "which are not sizes of a model"),
     "kv": (lambda: header(kv=4), "which are not sizes of a model"),
@@ -136,16 +136,19 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "negative": (lambda: header(hidden=-1), "which are not sizes of a model"),
     "version": (lambda: struct.pack("<7i", 0x616B3432, 2, 0, 0, 0, 0, 0), "has version 2 of llama2.c; export it"),
     "zip": (lambda: b"PK\x03\x04" + bytes(90), "is a pickle, which can run code"),
-    "angles": (lambda: angles(drawn()[0]), "contains a RoPE cos table whose base is not 10000"),
-    "not numbers": (lambda: angles(drawn()[0])[:-4] + struct.pack("<f", float("nan")), "table whose base is not"),
+    "angles": (lambda: angles(checkpoint_bytes()[0]), "contains a RoPE cos table whose base is not 10000"),
+    "not numbers": (
+        lambda: angles(checkpoint_bytes()[0])[:-4] + struct.pack("<f", float("nan")),
+        "table whose base is not",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", FILES)
 def test_a_harmed_file_of_llama2c_is_refused_in_one_line(what: str, tmp_path: Path):
-    make, told = FILES[what]
+    make, result = FILES[what]
     (tmp_path / "a.bin").write_bytes(make())
-    check_refused(told, lambda: hw.load(tmp_path / "a.bin"))
+    check_refused(result, lambda: hw.load(tmp_path / "a.bin"))
 
 
 def test_sizes_that_begin_like_a_pickle_are_read(tmp_path: Path):
@@ -165,12 +168,12 @@ def test_sizes_that_begin_like_a_pickle_are_read(tmp_path: Path):
 def invented(rng: random.Random) -> tuple[Scores, str]:
     """Pieces joined at random, in an order that follows from nothing, and the letters they are made of."""
     letters = rng.choice(["ab ", "a ", "abc ", "ab\u00e9 ", "xyab "])
-    known, made = list(letters), list[str]()
+    known, built = list(letters), list[str]()
     for _ in range(rng.randrange(3, 25)):
-        piece = rng.choice(known + made) + rng.choice(known + made)
-        made += [piece] if piece not in known + made and len(piece) < 9 else []
-    scores = rng.sample(range(len(made)), len(made))
-    pieces = [(piece, -float(score)) for piece, score in zip(made, scores, strict=True)]
+        piece = rng.choice(known + built) + rng.choice(known + built)
+        built += [piece] if piece not in known + built and len(piece) < 9 else []
+    scores = rng.sample(range(len(built)), len(built))
+    pieces = [(piece, -float(score)) for piece, score in zip(built, scores, strict=True)]
     return FIRST + pieces + [(char, -1000.0 - n) for n, char in enumerate(known)], letters
 
 
@@ -217,20 +220,20 @@ PIECES: dict[str, tuple[Callable[[], bytes], str]] = {
 
 @pytest.mark.parametrize("what", PIECES)
 def test_a_harmed_tokenizer_is_refused_in_one_line(what: str, tmp_path: Path):
-    make, told = PIECES[what]
-    (tmp_path / "a.bin").write_bytes(drawn()[0])
+    make, result = PIECES[what]
+    (tmp_path / "a.bin").write_bytes(checkpoint_bytes()[0])
     (tmp_path / "other").write_bytes(make())
     assert hw.load(tmp_path / "a.bin").usage == bp.ProcessorSpec()
-    check_refused(told, lambda: hw.load(tmp_path / "a.bin", tokenizer=tmp_path / "other"))
+    check_refused(result, lambda: hw.load(tmp_path / "a.bin", tokenizer=tmp_path / "other"))
     check_refused("cannot be read: No such file", lambda: hw.load(tmp_path / "a.bin", tokenizer=tmp_path / "none"))
     check_refused("is a folder, which contains its tokenizer", lambda: hw.load(tmp_path, tokenizer=tmp_path / "other"))
     (tmp_path / "tok11.bin").write_bytes(make())
-    check_refused(told, lambda: hw.load(tmp_path / "a.bin"))
+    check_refused(result, lambda: hw.load(tmp_path / "a.bin"))
 
 
 @pytest.mark.parametrize("name", ["tok11.bin", "tokenizer.bin"])
 def test_a_tokenizer_beside_a_file_is_found(name: str, tmp_path: Path):
-    (tmp_path / "a.bin").write_bytes(drawn()[0])
+    (tmp_path / "a.bin").write_bytes(checkpoint_bytes()[0])
     (tmp_path / name).write_bytes(tokenizer_file(spaced()))
     usage = hw.load(tmp_path / "a.bin").usage
     assert (usage.before, usage.end, usage.specials) == ((1,), (1,), "text")

@@ -34,18 +34,18 @@ GPT2 |= {"n_positions": 7}
 WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
 
 
-def built(config: dict[str, Any], **said: Any) -> hw.Transformer:
+def built(config: dict[str, Any], **options: Any) -> hw.Transformer:
     """A model with numbers that matter."""
-    net = hw.build(hw.families.read_model_spec(config | said), seed=0).eval()
+    net = hw.build(hw.families.read_model_spec(config | options), seed=0).eval()
     with torch.no_grad():
         for p in net.parameters():
             p.add_(0.3 * torch.randn(p.shape))
     return net
 
 
-def written(folder: Path, config: dict[str, Any] = LLAMA, **said: Any) -> hw.Transformer:
+def written(folder: Path, config: dict[str, Any] = LLAMA, **options: Any) -> hw.Transformer:
     """A model and its folder."""
-    net = built(config, **said)
+    net = built(config, **options)
     hw.export(net, folder)
     return net
 
@@ -60,12 +60,12 @@ def check_refused(words: str, load: Callable[[], object]) -> None:
     """One line that holds these words in this order, and ends with a remedy."""
     with pytest.raises(hw.SpecError) as caught:
         load()
-    told, at = str(caught.value), 0
-    assert "\n" not in told
-    assert "; " in told, told
+    message, at = str(caught.value), 0
+    assert "\n" not in message
+    assert "; " in message, message
     for word in words.split(" .. "):
-        assert word in told[at:], told
-        at = told.index(word, at) + len(word)
+        assert word in message[at:], message
+        at = message.index(word, at) + len(word)
 
 
 # --- slots ---------------------------------------------------------------------------------------------
@@ -98,13 +98,13 @@ def test_a_location_in_a_fused_tensor_equals_slicing():
             pairs[[0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]],
         ),
     ]
-    for layout, slot, stored, wanted in cases:
+    for layout, slot, stored, expected in cases:
         own = weight(layout)
         (piece,) = make_pieces(slot, own, {})
         assert piece.shape == stored.shape
         ours = torch.zeros(own.shape, dtype=torch.float64)
         piece.own_view.view(ours).copy_(piece.file_view.view(torch.from_numpy(stored)))
-        assert np.array_equal(ours.numpy(), wanted), layout
+        assert np.array_equal(ours.numpy(), expected), layout
 
 
 def test_a_tensor_for_each_index_of_an_axis():
@@ -138,22 +138,22 @@ FEW |= {"n_routed_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2,
 
 
 def changed(folder: Path, change: Callable[[dict[str, Tensor]], object], name: str = WEIGHTS) -> None:
-    held = safetensors.torch.load_file(folder / name)
-    change(held)
-    safetensors.torch.save_file(held, folder / name)
+    tensors = safetensors.torch.load_file(folder / name)
+    change(tensors)
+    safetensors.torch.save_file(tensors, folder / name)
 
 
-def said(folder: Path, **keys: Any) -> None:
+def change_config(folder: Path, **keys: Any) -> None:
     config = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps(config | keys))
 
 
 def sharded(folder: Path) -> dict[str, str]:
     """The same weights in two files with an index, which is returned."""
-    held = safetensors.torch.load_file(folder / WEIGHTS)
-    where = {name: f"model-0000{n % 2 + 1}-of-00002.safetensors" for n, name in enumerate(sorted(held))}
+    tensors = safetensors.torch.load_file(folder / WEIGHTS)
+    where = {name: f"model-0000{n % 2 + 1}-of-00002.safetensors" for n, name in enumerate(sorted(tensors))}
     for file in set(where.values()):
-        safetensors.torch.save_file({name: held[name] for name in held if where[name] == file}, folder / file)
+        safetensors.torch.save_file({name: tensors[name] for name in tensors if where[name] == file}, folder / file)
     (folder / WEIGHTS).unlink()
     indexed(folder, where)
     return where
@@ -165,22 +165,25 @@ def indexed(folder: Path, where: Any) -> None:
 
 Q, UP = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"
 HARM: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (lambda f: changed(f, lambda held: held.pop(Q)), f"{WEIGHTS}: {Q} is missing"),
+    "missing": (lambda f: changed(f, lambda tensors: tensors.pop(Q)), f"{WEIGHTS}: {Q} is missing"),
     "extra": (
-        lambda f: changed(f, lambda held: held.update(more=torch.ones(2))),
+        lambda f: changed(f, lambda tensors: tensors.update(more=torch.ones(2))),
         "more is not a tensor of the described model",
     ),
     "shape": (
-        lambda f: changed(f, lambda held: held.update({Q: held[Q][:-1]})),
+        lambda f: changed(f, lambda tensors: tensors.update({Q: tensors[Q][:-1]})),
         f"{Q} is [23, 24], .. requires [24, 24]",
     ),
-    "transposed": (lambda f: changed(f, lambda held: held.update({UP: held[UP].T.contiguous()})), f"{UP} is [24, 13]"),
+    "transposed": (
+        lambda f: changed(f, lambda tensors: tensors.update({UP: tensors[UP].T.contiguous()})),
+        f"{UP} is [24, 13]",
+    ),
     "mixed": (
-        lambda f: changed(f, lambda held: held.update({Q: held[Q].half()})),
+        lambda f: changed(f, lambda tensors: tensors.update({Q: tensors[Q].half()})),
         "have the dtypes F16 and F32; save them",
     ),
     "whole": (
-        lambda f: changed(f, lambda held: held.update({Q: held[Q].to(torch.int8)})),
+        lambda f: changed(f, lambda tensors: tensors.update({Q: tensors[Q].to(torch.int8)})),
         f"{Q} has dtype I8; quantised weights",
     ),
     "truncated": (lambda f: cut(f / WEIGHTS, -5), f"{WEIGHTS} is truncated or not safetensors"),
@@ -194,22 +197,28 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"),
         "in pytorch_model.bin, a pickle, which can run code",
     ),
-    "layers": (lambda f: said(f, num_hidden_layers=1), "model.layers.1. .. is not a tensor of the described model"),
+    "layers": (
+        lambda f: change_config(f, num_hidden_layers=1),
+        "model.layers.1. .. is not a tensor of the described model",
+    ),
     "untied": (
-        lambda f: said(f, tie_word_embeddings=True),
+        lambda f: change_config(f, tie_word_embeddings=True),
         "lm_head.weight differs from model.embed_tokens.weight, but config.json ties them",
     ),
     "family": (
-        lambda f: said(f, model_type="lama", architectures=None),
+        lambda f: change_config(f, model_type="lama", architectures=None),
         "model_type 'lama' is not known; did you mean",
     ),
-    "bits": (lambda f: said(f, quantization_config={"bits": 4}), "stored in fewer bits .. 16 or 32 bits"),
+    "bits": (lambda f: change_config(f, quantization_config={"bits": 4}), "stored in fewer bits .. 16 or 32 bits"),
     "dynamic": (
-        lambda f: said(f, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+        lambda f: change_config(f, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
         "cannot build decoder.0.attention: rope_type 'dynamic' rescales",
     ),
     "json": (lambda f: cut(f / CONFIG, 40), f"{CONFIG} is not JSON"),
-    "ids": (lambda f: said(f, eos_token_id="2"), "eos_token_id = '2' is neither an id nor a list of ids; correct it"),
+    "ids": (
+        lambda f: change_config(f, eos_token_id="2"),
+        "eos_token_id = '2' is neither an id nor a list of ids; correct it",
+    ),
     "generation": (lambda f: (f / "generation_config.json").write_text("["), "generation_config.json cannot be read"),
     "tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json is not a tokenizer document"),
     "words": (
@@ -230,11 +239,11 @@ def words(count: int) -> str:
 
 @pytest.mark.parametrize("what", HARM)
 def test_a_harmed_folder_is_refused_in_one_line(what: str, tmp_path: Path):
-    harm, told = HARM[what]
+    harm, message = HARM[what]
     written(tmp_path / "f")
     hw.load(tmp_path / "f")
     harm(tmp_path / "f")
-    check_refused(told, lambda: hw.load(tmp_path / "f"))
+    check_refused(message, lambda: hw.load(tmp_path / "f"))
 
 
 SHARDS: dict[str, tuple[Callable[[Path, dict[str, str]], object], str]] = {
@@ -262,24 +271,28 @@ SHARDS: dict[str, tuple[Callable[[Path, dict[str, str]], object], str]] = {
 
 @pytest.mark.parametrize("what", SHARDS)
 def test_a_wrong_index_is_refused_in_one_line(what: str, tmp_path: Path):
-    harm, told = SHARDS[what]
+    harm, result = SHARDS[what]
     net = written(tmp_path / "f")
     where = sharded(tmp_path / "f")
     check_same(hw.load(tmp_path / "f"), net)
     if Q in where and where[Q] == where[UP]:
         where[UP], where["model.norm.weight"] = where["model.norm.weight"], where[UP]
     harm(tmp_path / "f", where)
-    check_refused(told, lambda: hw.load(tmp_path / "f"))
+    check_refused(result, lambda: hw.load(tmp_path / "f"))
 
 
 def test_a_tied_head_may_be_there_or_not(tmp_path: Path):
     net = written(tmp_path / "f", tie_word_embeddings=True)
     check_same(hw.load(tmp_path / "f"), net)
-    changed(tmp_path / "f", lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"].clone()}))
+    changed(
+        tmp_path / "f", lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    )
     check_same(hw.load(tmp_path / "f"), net)
-    changed(tmp_path / "f", lambda held: held.pop("model.embed_tokens.weight"))  # kept under its second name alone
+    changed(
+        tmp_path / "f", lambda tensors: tensors.pop("model.embed_tokens.weight")
+    )  # kept under its second name alone
     check_same(hw.load(tmp_path / "f"), net)
-    changed(tmp_path / "f", lambda held: held.pop("lm_head.weight"))
+    changed(tmp_path / "f", lambda tensors: tensors.pop("lm_head.weight"))
     check_refused("model.embed_tokens.weight is missing", lambda: hw.load(tmp_path / "f"))
 
 
@@ -304,9 +317,9 @@ def test_names_of_other_times_are_read(tmp_path: Path):
     """Masks that old GPT-2 files hold, names without the trunk, gamma and beta of old BERT files."""
     net = written(tmp_path / "f", GPT2)
 
-    def older(held: dict[str, Tensor]) -> None:
-        bare = {name.removeprefix("transformer."): held.pop(name) for name in list(held)}
-        held |= bare | {f"h.{n}.attn.bias": torch.ones(1, 1, 7, 7) for n in range(2)}
+    def older(options: dict[str, Tensor]) -> None:
+        bare = {name.removeprefix("transformer."): options.pop(name) for name in list(options)}
+        options |= bare | {f"h.{n}.attn.bias": torch.ones(1, 1, 7, 7) for n in range(2)}
 
     changed(tmp_path / "f", older)
     check_same(hw.load(tmp_path / "f"), net)
@@ -319,7 +332,7 @@ def test_code_that_came_along_is_never_run(tmp_path: Path):
     """A config that names code, code beside it, and a pickle that would leave a trace."""
     net = written(tmp_path / "f")
     trace = tmp_path / "trace"
-    said(tmp_path / "f", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
+    change_config(tmp_path / "f", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
     (tmp_path / "f" / "evil.py").write_text(f"open({str(trace)!r}, 'w')")
 
     class Trace:
@@ -336,7 +349,7 @@ def test_code_that_came_along_is_never_run(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "expected"),
     [
         ("nowhere", "there is no folder or file"),
         ("empty", "holds neither headwise.toml nor config.json; give a folder that hw.save or"),
@@ -345,32 +358,32 @@ def test_code_that_came_along_is_never_run(tmp_path: Path):
         ("model.safetensors", "is one file of a model; give its folder"),
     ],
 )
-def test_folders_without_a_model_are_refused(name: str, told: str, tmp_path: Path):
+def test_folders_without_a_model_are_refused(name: str, expected: str, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "model.pt").write_text("x")
     for file in ("file.txt", WEIGHTS):
         (tmp_path / file).write_text("abc")
-    check_refused(told, lambda: hw.load(tmp_path / name))
+    check_refused(expected, lambda: hw.load(tmp_path / name))
 
 
 # --- export --------------------------------------------------------------------------------------------
 
 
-def described(spec: hw.AttentionSpec, **said: Any) -> bp.ModelSpec:
+def described(spec: hw.AttentionSpec, **options: Any) -> bp.ModelSpec:
     """A Llama but for what is said."""
-    feed = said.pop("feed", bp.FeedForwardSpec(HIDDEN, "silu", "gated"))
-    block = bp.BlockSpec(spec, feed=feed, norm=bp.NormSpec("rms", 1e-5), **said)
+    feed = options.pop("feed", bp.FeedForwardSpec(HIDDEN, "silu", "gated"))
+    block = bp.BlockSpec(spec, feed=feed, norm=bp.NormSpec("rms", 1e-5), **options)
     stack = bp.StackSpec.from_blocks(
         "decoder", MODEL, [block] * LAYERS, embedding=bp.EmbeddingSpec(TOKENS), norm=bp.NormSpec("rms", 1e-5)
     )
     return bp.ModelSpec("mine", "decoder", (stack,), (bp.OutputHeadSpec("tokens", TOKENS),))
 
 
-def attention(*modifiers: Any, **said: Any) -> hw.AttentionSpec:
-    turns = said.pop("turns", (hw.Rotary(),))
+def attention(*modifiers: Any, **options: Any) -> hw.AttentionSpec:
+    turns = options.pop("turns", (hw.Rotary(),))
     return hw.design(
-        **({"model": MODEL, "heads": HEADS, "kv": KV, "pattern": "causal()"} | said), modifiers=(*turns, *modifiers)
+        **({"model": MODEL, "heads": HEADS, "kv": KV, "pattern": "causal()"} | options), modifiers=(*turns, *modifiers)
     )
 
 
@@ -412,8 +425,8 @@ UNSAID: dict[str, tuple[bp.ModelSpec, str]] = {
 
 @pytest.mark.parametrize("what", UNSAID)
 def test_unwritable_specs_are_refused_with_the_first_difference(what: str, tmp_path: Path):
-    model, told = UNSAID[what]
-    check_refused(told, lambda: hw.export(hw.build(model), tmp_path / "f"))
+    model, message = UNSAID[what]
+    check_refused(message, lambda: hw.export(hw.build(model), tmp_path / "f"))
     assert not any(tmp_path.iterdir())
     check_refused("has", lambda: hw.export(hw.build(model), tmp_path / "f", form="llama"))
 
@@ -433,10 +446,10 @@ def test_invalid_vocabulary_sizes_and_lengths_are_refused(tmp_path: Path):
         "cannot write configs of 'lama'; did you mean 'llama'?", lambda: write_config(built(LLAMA).spec, "lama")
     )
     for length in (0, True, 7.5):
-        told = f"max_length={length!r} is not a number of positions; give an integer"
-        check_refused(told, lambda length=length: hw.export(built(LLAMA), tmp_path / "f", max_length=length))
-    told = "cannot set max_length=9: the model has 7 learned positions; leave max_length out"
-    check_refused(told, lambda: hw.export(built(GPT2), tmp_path / "f", max_length=9))
+        message = f"max_length={length!r} is not a number of positions; give an integer"
+        check_refused(message, lambda length=length: hw.export(built(LLAMA), tmp_path / "f", max_length=length))
+    message = "cannot set max_length=9: the model has 7 learned positions; leave max_length out"
+    check_refused(message, lambda: hw.export(built(GPT2), tmp_path / "f", max_length=9))
     net = built(LLAMA)
     net.decoder.norm.double()
     check_refused(

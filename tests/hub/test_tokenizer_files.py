@@ -75,10 +75,10 @@ def test_the_command_that_looks_at_heads_takes_it(tmp_path, capsys):
     net = wordless()
     hw.save(net, tmp_path / "net")
     (tmp_path / "texts").write_text("The cat sat.\nA dog ran over there.\n")
-    said = ["heads", str(tmp_path / "net"), "--data", str(tmp_path / "texts"), "--resamples", "100", "--json"]
-    assert main(said) == 2
+    result = ["heads", str(tmp_path / "net"), "--data", str(tmp_path / "texts"), "--resamples", "100", "--json"]
+    assert main(result) == 2
     assert "no tokenizer" in capsys.readouterr().err
-    assert main([*said, "--tokenizer", "bytes"]) == 0
+    assert main([*result, "--tokenizer", "bytes"]) == 0
     assert len(json.loads(capsys.readouterr().out)["heads"]) == 8
 
 
@@ -93,7 +93,7 @@ def test_examples_are_shown_in_words_and_a_long_text_is_split():
     proof = prove(
         net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK, notes=sources.notes)
     )
-    assert {one.read + one.wanted for one in proof.examples} == {"The cat sat.", "A dog ran", "over all there."}
+    assert {one.read + one.target for one in proof.examples} == {"The cat sat.", "A dog ran", "over all there."}
     assert proof.notes == ("lines split because they are longer than the model takes: 1",)
     assert proof.savings.length == 20
 
@@ -114,7 +114,7 @@ def test_translations_are_scored_against_their_references():
     assert bleu.before == bleu.after
     assert bleu.change.value == 0.0
     assert 0 <= bleu.after.value < 20
-    assert {one.wanted for one in proof.examples} == {"eine Katze sitzt dort", "zwei Hunde laufen schnell", "ein Vogel"}
+    assert {one.target for one in proof.examples} == {"eine Katze sitzt dort", "zwei Hunde laufen schnell", "ein Vogel"}
     own = prove(
         net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK, target_source="own")
     )

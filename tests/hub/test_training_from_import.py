@@ -56,13 +56,13 @@ def test_given_tokens_replace_those_of_the_folder(text: Path, tmp_path: Path):
     net = model(256)
     net.usage = ProcessorSpec()
     hw.export(net, tmp_path / "f")
-    said = ["--model", str(tmp_path / "f"), "--out", str(tmp_path / "out"), *SMALL, "--set", "task.tokens=bytes"]
-    assert main(["train", str(text), *said]) == 0
+    result = ["--model", str(tmp_path / "f"), "--out", str(tmp_path / "out"), *SMALL, "--set", "task.tokens=bytes"]
+    assert main(["train", str(text), *result]) == 0
     assert hw.load(tmp_path / "out").usage.before == ()
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("value", "message"),
     [
         (["--set", "task.tokens=bytes"], "has 290 rows, but the task's tokenizer has 256 tokens"),
         (["--model", "{}/empty"], "holds neither headwise.toml nor config.json; give a folder that hw.save or"),
@@ -70,16 +70,16 @@ def test_given_tokens_replace_those_of_the_folder(text: Path, tmp_path: Path):
     ],
 )
 def test_unusable_folders_give_one_line(
-    said: list[str], told: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    value: list[str], message: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     hw.export(model(290), tmp_path / "f")
     (tmp_path / "empty").mkdir()
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.json").write_text((tmp_path / "f" / "config.json").read_text())
     argv = ["train", str(text), "--model", str(tmp_path / "f"), "--out", str(tmp_path / "out"), *SMALL]
-    assert main([*argv, *(word.format(tmp_path) for word in said)]) == 2
+    assert main([*argv, *(word.format(tmp_path) for word in value)]) == 2
     err = capsys.readouterr().err
-    assert told in err
+    assert message in err
     assert err.count("\n") == 1
     assert not (tmp_path / "out").exists()
 

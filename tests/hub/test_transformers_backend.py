@@ -71,8 +71,8 @@ def test_outputs_are_eagers(name: str):
     eager, ours = zoo.build("eager"), zoo.build("headwise")
     inputs = zoo.inputs()
     kinds = [inputs, *([padded(inputs, "left"), padded(inputs, "right")] if "input_ids" in inputs else [])]
-    for told in kinds:
-        assert off(run_model(ours, told), run_model(eager, told)) <= 1e-5
+    for value in kinds:
+        assert off(run_model(ours, value), run_model(eager, value)) <= 1e-5
     ours.set_attn_implementation("eager")
     assert torch.equal(run_model(ours, inputs), run_model(eager, inputs))
     ours.set_attn_implementation("headwise")
@@ -91,8 +91,8 @@ MASKS = {
 def test_other_masks(name: str, kind: str):
     zoo = (ZOO | MORE)[name]
     ids = zoo.inputs()["input_ids"]
-    told = {"input_ids": ids, **MASKS[kind](ids)}
-    assert off(run_model(zoo.build("headwise"), told), run_model(zoo.build("eager"), told)) <= 1e-5
+    options = {"input_ids": ids, **MASKS[kind](ids)}
+    assert off(run_model(zoo.build("headwise"), options), run_model(zoo.build("eager"), options)) <= 1e-5
 
 
 def test_a_boolean_mask_hides_false_pairs():
@@ -104,8 +104,8 @@ def test_a_boolean_mask_hides_false_pairs():
         shown = torch.rand(2, 1, 11, 11, generator=torch.Generator().manual_seed(0)) < 0.5
         shown |= torch.eye(11, dtype=torch.bool)
         numbers = torch.where(shown, 0.0, LOWEST)
-        told = [run_model(ours, {"input_ids": ids, "attention_mask": mask}) for mask in (shown, numbers)]
-        assert off(told[0], told[1]) <= 1e-6
+        values = [run_model(ours, {"input_ids": ids, "attention_mask": mask}) for mask in (shown, numbers)]
+        assert off(values[0], values[1]) <= 1e-6
 
 
 class Layer(nn.Module):
@@ -114,20 +114,20 @@ class Layer(nn.Module):
     is_causal = True
 
 
-def defined(q: Tensor, k: Tensor, v: Tensor, told: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def defined(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Outputs [B, T, H, V] and weights, one query at a time in float64."""
     (batch, heads, queries, dim), (_, groups, keys, width) = q.shape, v.shape
     o = torch.zeros(batch, queries, heads, width, dtype=torch.float64)
     w = torch.zeros(batch, heads, queries, keys, dtype=torch.float64)
-    grids = [told[name].expand(w.shape) for name in ("position_bias", "attention_mask") if name in told]
+    grids = [options[name].expand(w.shape) for name in ("position_bias", "attention_mask") if name in options]
     for b, h, t in itertools.product(range(batch), range(heads), range(queries)):
         g, row = h * groups // heads, []
         for j in range(keys):
-            s = told.get("scaling", dim**-0.5) * float(q[b, h, t].double() @ k[b, g, j].double())
-            s = told["softcap"] * math.tanh(s / told["softcap"]) if "softcap" in told else s
+            s = options.get("scaling", dim**-0.5) * float(q[b, h, t].double() @ k[b, g, j].double())
+            s = options["softcap"] * math.tanh(s / options["softcap"]) if "softcap" in options else s
             s += sum(float(grid[b, h, t, j]) for grid in grids)
-            row.append(-math.inf if told.get("is_causal") and j > t else s)
-        sink = [float(told["s_aux"][h])] if "s_aux" in told else []
+            row.append(-math.inf if options.get("is_causal") and j > t else s)
+        sink = [float(options["s_aux"][h])] if "s_aux" in options else []
         e = [math.exp(s - max(row + sink)) for s in row + sink]
         w[b, h, t] = torch.tensor(e[:keys], dtype=torch.float64) / sum(e)
         o[b, t, h] = w[b, h, t] @ v[b, g].double()
@@ -135,7 +135,7 @@ def defined(q: Tensor, k: Tensor, v: Tensor, told: dict[str, Any]) -> tuple[Tens
 
 
 DRAW = torch.Generator().manual_seed(7)
-TOLD = {
+OPTIONS = {
     "plain": {},
     "scaled": {"scaling": 0.7},
     "capped": {"softcap": 1.3},
@@ -146,32 +146,34 @@ TOLD = {
     "biased": {"position_bias": torch.randn(1, 6, 5, 5, generator=DRAW)},
     "masked": {"attention_mask": LOWEST * (torch.rand(2, 1, 5, 5, generator=DRAW) < 0.4) * (1 - torch.eye(5))},
 }
-TOLD["all"] = TOLD["capped"] | TOLD["sinks"] | TOLD["biased"] | TOLD["masked"]
+OPTIONS["all"] = OPTIONS["capped"] | OPTIONS["sinks"] | OPTIONS["biased"] | OPTIONS["masked"]
 
 
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize("queries", [1, 5])
-@pytest.mark.parametrize("kind", TOLD)
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_attention_equals_the_definition(kind: str, queries: int, groups: int):
     """Also for values of another width than keys."""
     draw = torch.Generator().manual_seed(3)
     q, k = torch.randn(2, 6, queries, 7, generator=draw), torch.randn(2, groups, 5, 7, generator=draw)
     v = torch.randn(2, groups, 5, 3, generator=draw)
     cut = {
-        key: grid[..., :queries, :] for key, grid in TOLD[kind].items() if isinstance(grid, Tensor) and grid.dim() == 4
+        key: grid[..., :queries, :]
+        for key, grid in OPTIONS[kind].items()
+        if isinstance(grid, Tensor) and grid.dim() == 4
     }
-    told = TOLD[kind] | cut
+    options = OPTIONS[kind] | cut
     if queries == 1:
-        told = {key: value for key, value in told.items() if key != "is_causal"}
-    o, w = defined(q, k, v, told)
-    said = {"attention_mask": None} | told
-    own, nothing = transformers_backend.attention_forward(Layer(), q, k, v, **said)
-    again, weights = transformers_backend.attention_forward(Layer(), q, k, v, **said, output_attentions=True)
+        options = {key: value for key, value in options.items() if key != "is_causal"}
+    o, w = defined(q, k, v, options)
+    fields = {"attention_mask": None} | options
+    own, nothing = transformers_backend.attention_forward(Layer(), q, k, v, **fields)
+    again, weights = transformers_backend.attention_forward(Layer(), q, k, v, **fields, output_attentions=True)
     assert own.is_contiguous()
     assert torch.allclose(own.double(), o, atol=1e-6)
     assert torch.allclose(again.double(), o, atol=1e-6)
     assert torch.allclose(weights.double(), w, atol=1e-6)
-    assert (nothing is not None) == bool({"softcap", "s_aux"} & told.keys())
+    assert (nothing is not None) == bool({"softcap", "s_aux"} & options.keys())
 
 
 RATES = ("attention_dropout", "attention_probs_dropout_prob", "dropout_rate", "hidden_dropout_prob")
@@ -186,9 +188,9 @@ def test_training_is_eagers(name: str, dropped: float):
     for kind in ("eager", "headwise"):
         model = zoo._replace(keys=zoo.keys | rates).build(kind).train()
         torch.manual_seed(5)
-        said = model(**zoo.inputs())
-        said = said.logits if "logits" in said else said.last_hidden_state
-        (said * torch.randn(said.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+        outputs = model(**zoo.inputs())
+        outputs = outputs.logits if "logits" in outputs else outputs.last_hidden_state
+        (outputs * torch.randn(outputs.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
         grads.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
     eager, ours = grads
     assert eager.keys() == ours.keys()
@@ -200,11 +202,11 @@ def test_training_is_eagers(name: str, dropped: float):
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss", "gpt2", "t5", "whisper"])
 def test_generated_tokens_are_eagers(name: str, cache: str):
     zoo = ZOO[name]
-    told = {key: value for key, value in zoo.inputs().items() if key != "decoder_input_ids"}
-    told = padded(told, "left") if "input_ids" in told else told
+    values = {key: value for key, value in zoo.inputs().items() if key != "decoder_input_ids"}
+    values = padded(values, "left") if "input_ids" in values else values
     how = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     how |= {"cache_implementation": "static"} if cache == "static" else {}
-    eager, ours = (zoo.build(kind).generate(**told, **how) for kind in ("eager", "headwise"))
+    eager, ours = (zoo.build(kind).generate(**values, **how) for kind in ("eager", "headwise"))
     assert eager.shape[1] >= 9
     assert torch.equal(eager, ours)
 
@@ -223,22 +225,22 @@ def test_no_key_is_repeated_for_one_query(monkeypatch: pytest.MonkeyPatch):
 def test_a_causal_prompt_needs_no_mask(monkeypatch: pytest.MonkeyPatch):
     model, inputs = ZOO["llama"].build("headwise"), ZOO["llama"].inputs()
     plain, masked = ((2, 4, 11, 8), (2, 2, 11, 8), None, True), ((2, 4, 11, 8), (2, 4, 11, 8), (2, 1, 11, 11), False)
-    for told, expected in ((inputs, plain), (padded(inputs, "left"), masked)):
+    for value, expected in ((inputs, plain), (padded(inputs, "left"), masked)):
         with fused_calls(monkeypatch) as calls:
-            run_model(model, told)
+            run_model(model, value)
         assert calls == [expected] * 2
 
 
 def test_a_mask_that_was_written_to_is_read():
     q = torch.randn(1, 2, 5, 3, generator=torch.Generator().manual_seed(0))
-    made = transformers_backend.make_mask(batch_size=1, q_length=5, kv_length=5)
-    assert made is not None
-    marked, _ = transformers_backend.attention_forward(Layer(), q, q, q, made)
-    plain, _ = transformers_backend.attention_forward(Layer(), q, q, q, made.clone())
+    mask = transformers_backend.make_mask(batch_size=1, q_length=5, kv_length=5)
+    assert mask is not None
+    marked, _ = transformers_backend.attention_forward(Layer(), q, q, q, mask)
+    plain, _ = transformers_backend.attention_forward(Layer(), q, q, q, mask.clone())
     assert torch.allclose(marked, plain, atol=1e-6)
-    made[..., 1:, 0] = LOWEST
-    written, _ = transformers_backend.attention_forward(Layer(), q, q, q, made)
-    same, _ = transformers_backend.attention_forward(Layer(), q, q, q, made.clone())
+    mask[..., 1:, 0] = LOWEST
+    written, _ = transformers_backend.attention_forward(Layer(), q, q, q, mask)
+    same, _ = transformers_backend.attention_forward(Layer(), q, q, q, mask.clone())
     assert torch.equal(written, same)
     assert not torch.allclose(written, marked, atol=1e-3)
 
@@ -250,12 +252,12 @@ def test_half_precision_is_no_further_from_the_truth_than_eagers(name: str):
     inputs = padded(zoo.inputs(), "left")
     truth = run_model(zoo.build("eager"), inputs)
     for mixed in (False, True):
-        said = []
+        recorded = []
         for kind in ("eager", "headwise"):
             model = zoo.build(kind) if mixed else zoo.build(kind).bfloat16()
             with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-                said.append(float((run_model(model, inputs).float() - truth).abs().mean()))
-        assert said[1] <= 1.3 * said[0]
+                recorded.append(float((run_model(model, inputs).float() - truth).abs().mean()))
+        assert recorded[1] <= 1.3 * recorded[0]
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -264,14 +266,14 @@ def test_watched_on_headwise_as_on_eager(name: str, monkeypatch: pytest.MonkeyPa
     zoo = ZOO[name]
     eager, ours = zoo.build("eager"), zoo.build("headwise")
     inputs = zoo.inputs()
-    with record_eager_weights(monkeypatch) as given, record_sites(eager):
+    with record_eager_weights(monkeypatch) as recorded, record_sites(eager):
         run_model(eager, inputs)
     with record_sites(ours) as keeps:
         whole = run_model(ours, inputs)
     for one in find_attention(eager):
         (core,) = keeps[one.site.name].seen
         for head in (0, 2):
-            assert torch.allclose(core.head_weights(head), given[one.module][:, head], atol=1e-5)
+            assert torch.allclose(core.head_weights(head), recorded[one.module][:, head], atol=1e-5)
     heads = [(site.name, 3 - n % 4) for n, site in enumerate(hw.sites(ours))]
     with hw.ablate(eager, heads), hw.ablate(ours, heads):
         quiet = run_model(ours, inputs)
@@ -282,14 +284,14 @@ def test_watched_on_headwise_as_on_eager(name: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["bert", "llama", "gemma2", "t5"])
 def test_requested_weights_are_returned(name: str):
-    zoo, said = ZOO[name], []
+    zoo, recorded = ZOO[name], []
     for kind in ("eager", "headwise"):
         with torch.no_grad():
-            said.append(zoo.build(kind)(**zoo.inputs(), output_attentions=True))
-    eager, ours = said
-    asked = [key for key in eager if key.endswith("attentions")]
-    assert asked
-    for key in asked:
+            recorded.append(zoo.build(kind)(**zoo.inputs(), output_attentions=True))
+    eager, ours = recorded
+    values = [key for key in eager if key.endswith("attentions")]
+    assert values
+    for key in values:
         assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(eager[key], ours[key], strict=True))
 
 
@@ -302,10 +304,10 @@ BAD = {
 
 @pytest.mark.parametrize("kind", BAD)
 def test_unsupported_arguments_are_refused(kind: str):
-    told, why = BAD[kind]
+    options, why = BAD[kind]
     q, k = torch.zeros(2, 6, 4, 7), torch.zeros(2, 2, 5, 7)
     with pytest.raises(ValueError, match=why):
-        transformers_backend.attention_forward(Layer(), q, k, k, **({"attention_mask": None} | told))
+        transformers_backend.attention_forward(Layer(), q, k, k, **({"attention_mask": None} | options))
 
 
 LATER = """
@@ -344,8 +346,8 @@ def test_registration_waits_until_the_import_is_complete(tmp_path: Path, monkeyp
     with pytest.raises(ImportError, match="missing"):
         import_module("theirs.models_of_theirs")
     assert done == []
-    models.write_text("said = 3")
-    assert import_module("theirs.models_of_theirs").said == 3
+    models.write_text("value = 3")
+    assert import_module("theirs.models_of_theirs").value == 3
     assert done == [0]
     transformers_backend.register_on_import()
     assert done == [0, 1]
@@ -358,8 +360,8 @@ def test_registration_waits_until_the_import_is_complete(tmp_path: Path, monkeyp
 def test_transformers_before_5_3_is_left_alone(version: str, taken: bool, monkeypatch: pytest.MonkeyPatch):
     interfaces = (transformers.AttentionInterface, transformers.AttentionMaskInterface)
     for one in interfaces:
-        kept = {name: held for name, held in one._global_mapping.items() if name != "headwise"}
-        monkeypatch.setattr(one, "_global_mapping", kept)
+        keep = {name: tensor for name, tensor in one._global_mapping.items() if name != "headwise"}
+        monkeypatch.setattr(one, "_global_mapping", keep)
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # which may stand there anew
     transformers_backend.register_backend()
     assert ["headwise" in one() for one in interfaces] == [taken, taken]
@@ -368,12 +370,12 @@ def test_transformers_before_5_3_is_left_alone(version: str, taken: bool, monkey
 def test_a_model_without_the_attention_interface_equals_eager():
     """Their own functions are given the masks that were made under the name of ours."""
     config = transformers.BloomConfig(hidden_size=32, n_head=4, n_layer=2, vocab_size=WORDS)
-    said = []
+    recorded = []
     for kind in ("eager", "headwise"):
         torch.manual_seed(0)
         model = transformers.BloomForCausalLM._from_config(config, attn_implementation=kind).eval()
-        said.append(run_model(model, padded(ZOO["llama"].inputs(), "left")))
-    assert torch.equal(*said)
+        recorded.append(run_model(model, padded(ZOO["llama"].inputs(), "left")))
+    assert torch.equal(*recorded)
 
 
 # --- bfloat16 ------------------------------------------------------------------------------------------
@@ -382,7 +384,7 @@ LOWEST_BF16 = torch.finfo(torch.bfloat16).min
 ROWS, HEADS, GROUPS, DIM = 3, 6, 2, 16
 
 
-def drawn(seed: int, *shape: int) -> Tensor:
+def random_tensor(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
@@ -398,13 +400,17 @@ def truth(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, scale: float) -
 @pytest.mark.parametrize("shown", ["all", "padded", "by head", "nothing"])
 @pytest.mark.parametrize("keys", [1, 7, 130])
 def test_one_bf16_query_is_near_float64(keys, shown):
-    q, k, v = drawn(0, ROWS, HEADS, 1, DIM), drawn(1, ROWS, GROUPS, keys, DIM), drawn(2, ROWS, GROUPS, keys, DIM)
+    q, k, v = (
+        random_tensor(0, ROWS, HEADS, 1, DIM),
+        random_tensor(1, ROWS, GROUPS, keys, DIM),
+        random_tensor(2, ROWS, GROUPS, keys, DIM),
+    )
     added = None
     if shown == "padded":
         added = torch.zeros(ROWS, 1, 1, keys, dtype=torch.bfloat16)
         added[1, ..., : keys // 2] = LOWEST_BF16
     elif shown == "by head":
-        added = drawn(3, 1, HEADS, 1, keys)
+        added = random_tensor(3, 1, HEADS, 1, keys)
     elif shown == "nothing":
         added = torch.full((ROWS, 1, 1, keys), LOWEST_BF16)
     with torch.no_grad():
@@ -421,7 +427,11 @@ def test_one_bf16_query_is_near_float64(keys, shown):
 
 
 def test_large_scores_leave_numbers():
-    q, k, v = drawn(0, ROWS, HEADS, 1, DIM) * 100, drawn(1, ROWS, GROUPS, 9, DIM) * 100, drawn(2, ROWS, GROUPS, 9, DIM)
+    q, k, v = (
+        random_tensor(0, ROWS, HEADS, 1, DIM) * 100,
+        random_tensor(1, ROWS, GROUPS, 9, DIM) * 100,
+        random_tensor(2, ROWS, GROUPS, 9, DIM),
+    )
     with torch.no_grad():
         o, _ = transformers_backend.attention_forward(nn.Module(), q, k, v, None, scaling=1.0)
     assert o.isfinite().all()
@@ -438,7 +448,11 @@ def test_no_key_is_repeated_and_no_fused_call_is_made(monkeypatch):
         return original(q, *rest, **how)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
-    q, k, v = drawn(0, ROWS, HEADS, 1, DIM), drawn(1, ROWS, GROUPS, 9, DIM), drawn(2, ROWS, GROUPS, 9, DIM)
+    q, k, v = (
+        random_tensor(0, ROWS, HEADS, 1, DIM),
+        random_tensor(1, ROWS, GROUPS, 9, DIM),
+        random_tensor(2, ROWS, GROUPS, 9, DIM),
+    )
     with torch.no_grad():
         transformers_backend.attention_forward(nn.Module(), q, k, v)
         transformers_backend.attention_forward(nn.Module(), q.float(), k.float(), v.float())

@@ -30,7 +30,7 @@ def gpt() -> nn.Module:
     return hw.build(hw.families.read_model_spec(GPT), seed=0).eval()
 
 
-def said(model: nn.Module, inputs, heads=None) -> dict:
+def head_outputs(model: nn.Module, inputs, heads=None) -> dict:
     """What heads say now, patched or not."""
     return hw.head_outputs(model, inputs, heads)
 
@@ -66,11 +66,11 @@ def test_a_mean_is_a_cut_and_a_constant(spec: hw.AttentionSpec, seed: int):
     layer, outs = cases.layer(spec), len(spec.score_head_of_output)
     x, z = cases.tensors(spec)
     assume(outs > 1)
-    gone = sorted({seed % outs, (seed // 7) % outs})[: outs - 1]
-    means = hw.head_means(layer, [{"x": x + n, "source": z} for n in (0, 1)], [(0, head) for head in gone])
+    entry = sorted({seed % outs, (seed // 7) % outs})[: outs - 1]
+    means = hw.head_means(layer, [{"x": x + n, "source": z} for n in (0, 1)], [(0, head) for head in entry])
     with torch.no_grad(), hw.patch(layer, means):
         patched = layer(x, source=z)
-    keep = [head for head in range(outs) if head not in gone]
+    keep = [head for head in range(outs) if head not in entry]
     small, weights = head_axis_ops.keep_heads(spec, layer.state_dict(), keep)
     cut = hw.Attention(small).double().eval()
     cut.load_state_dict(weights, strict=True)
@@ -120,22 +120,22 @@ def test_a_mean_is_columns_folded_into_the_bias(name: str):
 def test_means_are_those_of_the_tokens_that_count():
     zoo, lengths = ZOO["bert"], ((11, 4), (6, 7), (1, 5))
     model = zoo.build()
-    batches, seen = [], []
+    batches, recorded = [], []
     for n, pair in enumerate(lengths):
         ids = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(n))
         mask = torch.arange(11) < torch.tensor(pair)[:, None]
         batches.append({"input_ids": ids, "attention_mask": mask.long()})
-        z = said(model, batches[-1])
-        seen += [(z["encoder.1.attention", 2][row, : pair[row]]).double().numpy() for row in range(2)]
-    rows = np.concatenate(seen)
-    for told in (batches, iter(batches), [(one, one["attention_mask"].bool()) for one in batches]):
-        mean = hw.head_means(model, told, [(1, 2)])["encoder.1.attention", 2]
+        z = head_outputs(model, batches[-1])
+        recorded += [(z["encoder.1.attention", 2][row, : pair[row]]).double().numpy() for row in range(2)]
+    rows = np.concatenate(recorded)
+    for value in (batches, iter(batches), [(one, one["attention_mask"].bool()) for one in batches]):
+        mean = hw.head_means(model, value, [(1, 2)])["encoder.1.attention", 2]
         assert mean.dtype == torch.float64
         np.testing.assert_allclose(mean, rows.mean(0), rtol=1e-12)
     by_place = hw.head_means(model, batches, [(1, 2)], kind="position")["encoder.1.attention", 2]
     assert by_place.shape == (1, 11, 8)
     for place in range(11):
-        here = np.stack([row[place] for row in seen if len(row) > place])
+        here = np.stack([row[place] for row in recorded if len(row) > place])
         np.testing.assert_allclose(by_place[0, place], here.mean(0), rtol=1e-12)
     noise = hw.head_noise(model, batches, [(1, 2)], seed=5)["encoder.1.attention", 2]
     np.testing.assert_allclose(noise.mean, rows.mean(0), rtol=1e-12)
@@ -146,8 +146,8 @@ def test_padding_of_ours_does_not_count():
     net = gpt()
     right = {"x": IDS, "sequence": hw.SequenceInfo.from_batch(IDS, lengths=[5, 2])}
     left = {"x": IDS.flip(1), "sequence": hw.SequenceInfo.from_batch(IDS, lengths=[5, 2], pad="left")}
-    apart = [IDS[:1], IDS[1:, :2]]
-    own = hw.head_means(net, apart)
+    separate = [IDS[:1], IDS[1:, :2]]
+    own = hw.head_means(net, separate)
     assert len(own) == 6
     for head, mean in hw.head_means(net, [right]).items():
         check_close(mean, own[head], atol=1e-6)
@@ -162,7 +162,7 @@ def test_masks_by_stack():
     zoo = ZOO["bart"]
     model = zoo.build()
     inputs = zoo.inputs() | {"attention_mask": (torch.arange(11) < torch.tensor([[11], [6]])).long()}
-    z = said(model, inputs)
+    z = head_outputs(model, inputs)
     with pytest.raises(ValueError, match="for decoder, encoder"):
         hw.head_means(model, [inputs])
     masks = {"encoder": inputs["attention_mask"].bool()}
@@ -194,7 +194,7 @@ def test_another_text_by_hand():
     z, theirs = model[0].outputs(x), model[0].outputs(other)
     z[:, 1:3, 0] = theirs[:, 1:3, 0]
     expected = model[1](model[0].proj(z.flatten(2)))
-    with hw.patch(model, said(model, other, [(0, 0)]), tokens=[1, -3]):
+    with hw.patch(model, head_outputs(model, other, [(0, 0)]), tokens=[1, -3]):
         assert torch.allclose(model(x), expected, atol=1e-6)
 
 
@@ -205,7 +205,7 @@ def test_another_text_through_multihead_attention():
     x, other = torch.randn(2, 5, 12), torch.randn(2, 5, 12)
     layer = model.layers[0]
     own, theirs = (layer.self_attn(one, one, one)[0] for one in (x, other))
-    with hw.patch(model, said(model, other)):
+    with hw.patch(model, head_outputs(model, other)):
         h = layer.norm1(x + theirs)  # every head says what it said of the other text
         assert torch.allclose(model(x), layer.norm2(h + layer._ff_block(h)), atol=1e-5)
     assert not torch.allclose(own, theirs, atol=1e-2)
@@ -214,17 +214,17 @@ def test_another_text_through_multihead_attention():
 def test_drawn_rows_are_never_ones_own_and_come_again():
     net = gpt()
     ids = torch.randint(0, 11, (5, 4))
-    whole = said(net, ids, [(0, "all")])
-    seen = []
+    whole = head_outputs(net, ids, [(0, "all")])
+    recorded = []
     for seed in (3, 3, 4):
         with hw.patch(net, {(0, "all"): hw.Resample(seed=seed)}):
-            seen += [[said(net, ids, [(0, "all")]) for _ in range(2)]]
-    for one in (*seen[0], *seen[2]):
+            recorded += [[head_outputs(net, ids, [(0, "all")]) for _ in range(2)]]
+    for one in (*recorded[0], *recorded[2]):
         orders = {tuple(_whose(one[head], whole[head])) for head in whole}
         (order,) = orders  # one for all heads
         assert sorted(order) == [0, 1, 2, 3, 4]
         assert all(row != whose for row, whose in enumerate(order))
-    for first, again in zip(seen[0], seen[1], strict=True):
+    for first, again in zip(recorded[0], recorded[1], strict=True):
         assert all(torch.equal(first[head], again[head]) for head in whole)
 
 
@@ -271,37 +271,37 @@ def test_noise_has_the_moments_of_the_head():
     net = gpt()
     ids = torch.randint(0, 11, (300, 16), generator=torch.Generator().manual_seed(0))
     heads = [(1, 0), (1, 2)]
-    own = said(net, ids, heads)
+    own = head_outputs(net, ids, heads)
     with hw.patch(net, dict.fromkeys(heads, hw.Noise(seed=1))):
-        first, second = said(net, ids, heads), said(net, ids, heads)
-    count, drawn = 300 * 16, []
+        first, second = head_outputs(net, ids, heads), head_outputs(net, ids, heads)
+    count, recorded = 300 * 16, []
     for head, z in own.items():
         z, noise = z.flatten(0, 1).double(), first[head].flatten(0, 1).double()
         assert ((noise.mean(0) - z.mean(0)).abs() < 4 * z.std(0) / count**0.5).all()
         assert ((noise.std(0) / z.std(0) - 1).abs() < 4 / (2 * count) ** 0.5).all()
-        drawn += [((noise - noise.mean(0)) / noise.std(0)), second[head].flatten(0, 1).double()]
-    both = torch.corrcoef(torch.cat(drawn, 1).T) - torch.eye(16)
+        recorded += [((noise - noise.mean(0)) / noise.std(0)), second[head].flatten(0, 1).double()]
+    both = torch.corrcoef(torch.cat(recorded, 1).T) - torch.eye(16)
     assert both.abs().max() < 5 / count**0.5  # of channels, heads and calls
-    kurtosis = drawn[0].pow(4).mean()
+    kurtosis = recorded[0].pow(4).mean()
     assert abs(kurtosis - 3) < 0.2
 
 
 def test_noise_has_the_given_scale_and_seed():
     net, head = gpt(), ("decoder.0.attention", 1)
-    told = {"mean": torch.tensor([5.0, 0.0, -5.0, 0.0]), "std": 0.5}
-    drawn = []
+    options = {"mean": torch.tensor([5.0, 0.0, -5.0, 0.0]), "std": 0.5}
+    recorded = []
     for heads in ([(0, 1)], [(0, 1), (0, 2)], [(0, 1)]):
-        with hw.patch(net, dict.fromkeys(heads, hw.Noise(seed=3 if len(drawn) < 2 else 4, **told))):
-            drawn.append(said(net, IDS[:, :1], [(0, 1)])[head])
-    assert torch.equal(drawn[0], drawn[1])  # whoever else is patched
-    assert not torch.equal(drawn[0], drawn[2])
+        with hw.patch(net, dict.fromkeys(heads, hw.Noise(seed=3 if len(recorded) < 2 else 4, **options))):
+            recorded.append(head_outputs(net, IDS[:, :1], [(0, 1)])[head])
+    assert torch.equal(recorded[0], recorded[1])  # whoever else is patched
+    assert not torch.equal(recorded[0], recorded[2])
     with hw.patch(net, {(0, 1): hw.Noise(seed=3, mean=2.0, std=0)}):
-        assert torch.equal(said(net, IDS, [(0, 1)])[head], torch.full((2, 5, 4), 2.0))
+        assert torch.equal(head_outputs(net, IDS, [(0, 1)])[head], torch.full((2, 5, 4), 2.0))
     at = torch.zeros(2, 5, dtype=torch.bool)
     at[0, 1:3] = True
-    own = said(net, IDS, [(0, 1)])[head]
+    own = head_outputs(net, IDS, [(0, 1)])[head]
     with hw.patch(net, {(0, 1): hw.Noise(mean=0.0)}, tokens=at):
-        noise = said(net, IDS, [(0, 1)])[head]
+        noise = head_outputs(net, IDS, [(0, 1)])[head]
     assert torch.equal(noise[~at], own[~at])
     assert not torch.isclose(noise[at], own[at]).any()
 
@@ -343,7 +343,7 @@ def test_weights_by_offset_of_others(name: str):
     layer = layer or next(
         path for path, _ in model.named_modules() if path.endswith(("1.self_attn.v_proj", "1.attention.self.value"))
     )
-    with model.get_submodule(layer).register_forward_hook(lambda _, given, y: values.append(y)):
+    with model.get_submodule(layer).register_forward_hook(lambda _, inputs, y: values.append(y)):
         own = model(**inputs, output_attentions=True)
     a = (own.encoder_attentions if name == "t5" else own.attentions)[1].double().numpy()
     v = values[0][..., -32 if name == "gpt2" else 0 :].unflatten(-1, (-1, 8)).double().numpy()
@@ -351,7 +351,7 @@ def test_weights_by_offset_of_others(name: str):
     site = next(site for site in hw.sites(model) if site.layer == 1 and site.kind == "attention").name
     means = hw.offset_means(model, [inputs], [(site, "all")])
     with hw.patch(model, means, tokens=torch.tensor(counts)):
-        patched = said(model, inputs, [(site, "all")])
+        patched = head_outputs(model, inputs, [(site, "all")])
     for head in range(4):
         expected = by_offset(a[:, head], v[:, :, head * v.shape[2] // 4], counts, readable)
         np.testing.assert_allclose(patched[site, head][counts], expected[counts], atol=2e-5)
@@ -376,7 +376,7 @@ def test_weights_by_offset_of_ours():
     readable = np.broadcast_to((s <= t) & (t - s < 4), (3, 7, 7))
     means = hw.offset_means(layer, [x], [(0, 1), (0, 4)])
     with hw.patch(layer, means):
-        z = said(layer, x, list(means))
+        z = head_outputs(layer, x, list(means))
     for (_, head), patched in z.items():
         expected = by_offset(a[:, head], v[:, :, head // 2], np.ones((3, 7), bool), readable)
         np.testing.assert_allclose(patched, expected, rtol=1e-10)
@@ -434,9 +434,9 @@ def test_a_layer_in_one_word_and_scales_by_head():
         one = net(IDS)
     with hw.ablate(net, [(0, head) for head in range(3)]):
         assert torch.equal(one, net(IDS))
-    own = said(net, IDS)
+    own = head_outputs(net, IDS)
     with hw.ablate(net, {(0, 1): 0.5, ("decoder.0.attention", 2): -2}):
-        now = said(net, IDS)
+        now = head_outputs(net, IDS)
     for head, times in ((0, 1), (1, 0.5), (2, -2)):
         assert torch.equal(now["decoder.0.attention", head], own["decoder.0.attention", head] * times)
 
@@ -445,19 +445,19 @@ def test_a_layer_in_one_word_and_scales_by_head():
 def test_the_last_ablation_wins():
     net, head = gpt(), ("decoder.0.attention", 1)
     vector = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    own = said(net, IDS)[head]
+    own = head_outputs(net, IDS)[head]
     full = vector.expand(2, 5, 4)
     swap = hw.patch(net, {(0, 1): hw.Resample(rows=(1, 0))})
     with hw.ablate(net, [(0, 1)], scale=0.5):
-        assert torch.equal(said(net, IDS)[head], own / 2)
+        assert torch.equal(head_outputs(net, IDS)[head], own / 2)
         with hw.patch(net, {(0, 1): vector}):
-            assert torch.equal(said(net, IDS)[head], full)
+            assert torch.equal(head_outputs(net, IDS)[head], full)
             with hw.ablate(net, [(0, 1)], scale=3, tokens=[0]):
-                assert torch.equal(said(net, IDS)[head][:, 0], 3 * full[:, 0])
-                assert torch.equal(said(net, IDS)[head][:, 1:], full[:, 1:])
+                assert torch.equal(head_outputs(net, IDS)[head][:, 0], 3 * full[:, 0])
+                assert torch.equal(head_outputs(net, IDS)[head][:, 1:], full[:, 1:])
         with swap:
-            assert torch.equal(said(net, IDS)[head], own.flip(0) / 2)
-    assert torch.equal(said(net, IDS)[head], own)
+            assert torch.equal(head_outputs(net, IDS)[head], own.flip(0) / 2)
+    assert torch.equal(head_outputs(net, IDS)[head], own)
 
 
 def test_gradients_reach_a_vector_that_is_learnt():
@@ -483,24 +483,24 @@ def test_no_hook_remains(kind: str):
     zoo = ZOO["llama"]
     model, inputs, patches = zoo.build(), zoo.inputs(), KINDS[kind]()
     kinds = {type(module) for module in model.modules()}
-    before, held = run_model(model, inputs), {kind: dict(vars(kind)) for kind in kinds}
+    before, tensors = run_model(model, inputs), {kind: dict(vars(kind)) for kind in kinds}
     state = [dict(vars(module)) for module in model.modules()]
     with pytest.raises(RuntimeError, match="on purpose"), hw.patch(model, patches):
         _failing(model, inputs)
     with hw.patch(model, patches):
-        patched, twin, elsewhere = run_model(model, inputs), copy.deepcopy(model), []
+        patched, copied, elsewhere = run_model(model, inputs), copy.deepcopy(model), []
         thread = Thread(target=lambda: elsewhere.append(run_model(model, inputs)))
         thread.start()
         thread.join()
         assert torch.equal(elsewhere[0], before)
-        assert torch.equal(run_model(twin, inputs), before)
+        assert torch.equal(run_model(copied, inputs), before)
         with pytest.raises(ValueError, match="input_ids"):
             model()
         if kind != "noise":
             assert torch.equal(run_model(model, inputs), patched)
     assert not torch.equal(patched, before)
     assert torch.equal(run_model(model, inputs), before)
-    assert {kind: dict(vars(kind)) for kind in kinds} == held
+    assert {kind: dict(vars(kind)) for kind in kinds} == tensors
     assert [dict(vars(module)) for module in model.modules()] == state
 
 
@@ -621,32 +621,32 @@ def test_unsupported_sites_give_a_reason(wrap: str):
 
 
 def test_a_thread_in_a_copy_of_the_context_is_watched():
-    model, zoo, seen = ZOO["llama"].build(), ZOO["llama"], []
+    model, zoo, recorded = ZOO["llama"].build(), ZOO["llama"], []
     with hw.ablate(model, [(0, 1)]):
         quiet = run_model(model, zoo.inputs())
-        thread = Thread(target=copy_context().run, args=(lambda: seen.append(run_model(model, zoo.inputs())),))
+        thread = Thread(target=copy_context().run, args=(lambda: recorded.append(run_model(model, zoo.inputs())),))
         thread.start()
         thread.join()
-    assert torch.equal(seen[0], quiet)
+    assert torch.equal(recorded[0], quiet)
     with hw.ablate(model, [(0, 1)]):  # that it ran elsewhere counts
-        thread = Thread(target=copy_context().run, args=(lambda: seen.append(run_model(model, zoo.inputs())),))
+        thread = Thread(target=copy_context().run, args=(lambda: recorded.append(run_model(model, zoo.inputs())),))
         thread.start()
         thread.join()
-    assert torch.equal(seen[1], quiet)
+    assert torch.equal(recorded[1], quiet)
 
 
 @torch.no_grad()
 def test_steps_of_generation():
     model, zoo = ZOO["llama"].build(), ZOO["llama"]
     ids = zoo.inputs()["input_ids"]
-    told = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     other = copy.deepcopy(model)
     for layer in other.model.layers:
         layer.self_attn.o_proj.weight[:, :8] = 0
     with hw.ablate(model, [(0, 0), (1, 0)]):
-        assert torch.equal(model.generate(ids, **told), other.generate(ids, **told))
+        assert torch.equal(model.generate(ids, **options), other.generate(ids, **options))
     with pytest.raises(ValueError, match="none of them has index 9"), hw.ablate(model, [(0, 0)], tokens=[9]):
-        model.generate(ids, **told)
+        model.generate(ids, **options)
 
 
 # --- what cannot be meant ------------------------------------------------------------------------------
@@ -703,9 +703,9 @@ def test_invalid_arguments_give_one_line(name: str):
     net = gpt()
     with torch.no_grad():
         whole = net(IDS)
-        with pytest.raises(ValueError, match=words) as told, how(net):
+        with pytest.raises(ValueError, match=words) as excinfo, how(net):
             net(IDS)
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(excinfo.value)
         assert torch.equal(net.eval()(IDS), whole)
 
 

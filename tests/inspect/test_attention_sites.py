@@ -102,8 +102,8 @@ def test_attentions_are_found_by_their_operations(name: str):
 def test_all_arguments_of_the_attention_function_are_recorded():
     layer = blocks(GroupedQueryAttention)[0]
     mask = torch.randn(5, 5).masked_fill(torch.rand(5, 5) < 0.3, -torch.inf).fill_diagonal_(0.0)
-    for told in ((X, mask), {"x": X, "mask": mask}):
-        (site,) = hw.sites(layer, told)
+    for value in ((X, mask), {"x": X, "mask": mask}):
+        (site,) = hw.sites(layer, value)
         assert (site.q, site.kv, site.dim, site.pattern) == (4, 2, 3, "set by each call")
     with record_sites(layer) as keeps:
         layer(X, mask)
@@ -179,20 +179,20 @@ def test_a_call_unlike_the_example_is_refused():
 def test_tracing_leaves_no_hook_and_stays_in_its_thread():
     model = blocks(lambda: TimmAttention(False))
     hw.sites(model, X)
-    whole, seen = model(X), []
+    whole, recorded = model(X), []
     hooks = torch.nn.modules.module._global_forward_hooks, torch.nn.modules.module._global_forward_pre_hooks
     assert not any(hooks)
     with hw.ablate(model, [(0, 1)]):
         quiet = model(X)
-        thread = Thread(target=lambda: seen.append(model(X)))
+        thread = Thread(target=lambda: recorded.append(model(X)))
         thread.start()
         thread.join()
-        twin = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
         with pytest.raises(RuntimeError, match="shape"):
             model(X[..., :3])
         assert torch.equal(model(X), quiet)
-    assert not seen[0].is_inference()
-    assert torch.equal(twin(X), whole)
+    assert not recorded[0].is_inference()
+    assert torch.equal(copied(X), whole)
     assert torch.equal(model(X), whole)
     assert not hasattr(TimmAttention.forward, "__wrapped__")
 
@@ -210,28 +210,28 @@ BAD = {
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_an_example_that_cannot_be_run(name: str):
     how, why = BAD[name]
-    with pytest.raises(ValueError, match=why) as told:
+    with pytest.raises(ValueError, match=why) as excinfo:
         hw.sites(how(blocks(lambda: NanoGPTBlock(True))), X)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(excinfo.value)
 
 
 @pytest.mark.parametrize("name", FALLBACK)
 def test_outputs_of_models_without_the_attention_interface(name: str):
     zoo = FALLBACK[name]
     model = zoo.build()
-    told = zoo.inputs()
+    inputs = zoo.inputs()
     if name == "longformer":
-        told["global_attention_mask"] = torch.zeros(2, 11, dtype=torch.long)
-        told["global_attention_mask"][0, :2] = told["global_attention_mask"][1, 4] = 1
+        inputs["global_attention_mask"] = torch.zeros(2, 11, dtype=torch.long)
+        inputs["global_attention_mask"][0, :2] = inputs["global_attention_mask"][1, 4] = 1
     with torch.no_grad():
-        said = model(**told, output_attentions=True)
-    whole = run_model(model, told)
+        outputs = model(**inputs, output_attentions=True)
+    whole = run_model(model, inputs)
     with record_sites(model) as keeps:
-        assert torch.equal(run_model(model, told), whole)
+        assert torch.equal(run_model(model, inputs), whole)
     assert len(keeps) == 2
     for layer, keep in enumerate(keeps.values()):
         (core,) = keep.seen
-        own = said.attentions[layer] if name != "longformer" else dense(said, layer, 2)
+        own = outputs.attentions[layer] if name != "longformer" else dense(outputs, layer, 2)
         for head in range(4):
             row = core.head_weights(head)[:, :11]
             assert torch.allclose(row.sum(-1), torch.ones(()), atol=1e-5)
@@ -239,9 +239,9 @@ def test_outputs_of_models_without_the_attention_interface(name: str):
             assert not row[..., 11:].any()
 
 
-def dense(said: object, layer: int, side: int) -> Tensor:
+def dense(value: object, layer: int, side: int) -> Tensor:
     """Longformer's own weights, brought from its band to a grid one number at a time."""
-    band, rows = said.attentions[layer], said.global_attentions[layer]
+    band, rows = value.attentions[layer], value.global_attentions[layer]
     grid = torch.zeros(2, 4, 11, 11)
     for b, everywhere in enumerate(([0, 1], [4])):
         for h in range(4):
@@ -335,11 +335,11 @@ HYBRID = {
 def test_the_command_lists_layers_without_attention(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(HYBRID))
     assert cli.main(["sites", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "decoder.1.attention  4   2    8  causal()" in said
-    assert "decoder.0" not in said
-    assert "1 of 2 layers have no attention (Qwen3NextGatedDeltaNet instead)" in " ".join(said.split())
-    assert max(map(len, said.splitlines())) <= 80
+    out = capsys.readouterr().out
+    assert "decoder.1.attention  4   2    8  causal()" in out
+    assert "decoder.0" not in out
+    assert "1 of 2 layers have no attention (Qwen3NextGatedDeltaNet instead)" in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80
 
 
 class Tiles(nn.Module):
@@ -462,7 +462,7 @@ class Soften(nn.Module):
         return s.softmax(-1)
 
 
-class Apart(nn.Module):
+class SplitAttention(nn.Module):
     """Weights made in one module, values read in another."""
 
     def __init__(self) -> None:
@@ -483,7 +483,7 @@ class Read(nn.Module):
 
 @torch.no_grad()
 def test_a_comparison_in_two_modules_is_that_of_the_one_around_them():
-    model = blocks(Apart)
+    model = blocks(SplitAttention)
     assert [site.path for site in hw.sites(model, X)] == ["0", "1"]
     with hw.ablate(model, [(1, 1)]):
         quiet = model(X)

@@ -68,10 +68,10 @@ def test_a_model_of_ours_and_a_copy_of_it():
     with torch.no_grad():
         whole = net(ids)
         with hw.ablate(net, [(1, 2)], scale=0.5):
-            half, twin = net(ids), copy.deepcopy(net)
-            assert torch.equal(twin(ids), whole)
-        twin.decoder.blocks[1].attention.output.o[:, 8:] *= 0.5
-        check_close(half, twin(ids), atol=1e-6)
+            half, copied = net(ids), copy.deepcopy(net)
+            assert torch.equal(copied(ids), whole)
+        copied.decoder.blocks[1].attention.output.o[:, 8:] *= 0.5
+        check_close(half, copied(ids), atol=1e-6)
         assert torch.equal(net(ids), whole)
 
 
@@ -90,13 +90,13 @@ def test_only_some_tokens():
     net = hw.build(hw.families.read_model_spec(GPT), seed=0)
     ids = torch.tensor([[3, 1, 4], [1, 5, 9]])
     at = torch.tensor([[False, True, False], [False, False, False]])
-    seen: list[Tensor] = []
-    net.probes = {"decoder.1.attention": hw.Probe("heads", callback=lambda _, z: seen.append(z))}
+    recorded: list[Tensor] = []
+    net.probes = {"decoder.1.attention": hw.Probe("heads", callback=lambda _, z: recorded.append(z))}
     with torch.no_grad():
         net(ids)
         with hw.ablate(net, [(1, 0)], tokens=at):
             net(ids)
-    before, after = seen
+    before, after = recorded
     assert not after[0, 1, 0].any()
     after[0, 1, 0] = before[0, 1, 0]
     assert torch.equal(before, after)
@@ -124,13 +124,13 @@ def test_invalid_arguments_give_one_line(name: str):
     ids = torch.tensor([[3, 1, 4]])
     with torch.no_grad():
         whole = net(ids)
-        with pytest.raises(ValueError, match=words) as told, how(net):
+        with pytest.raises(ValueError, match=words) as excinfo, how(net):
             net(ids)
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(excinfo.value)
         assert torch.equal(net(ids), whole)
 
 
-def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+def run_command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     code = cli.main(argv)
     return code, *capsys.readouterr()
 
@@ -140,14 +140,14 @@ def test_the_command_on_a_folder(capsys, tmp_path: Path):
     hw.save(net, tmp_path / "ours")
     hw.export(net, tmp_path / "theirs")
     for name in ("ours", "theirs"):
-        code, out, err = said(capsys, "sites", str(tmp_path / name))
+        code, out, err = run_command(capsys, "sites", str(tmp_path / name))
         assert (code, err) == (0, "")
         assert "decoder.1.attention" in out
         assert max(map(len, out.splitlines())) <= 80
-        told = json.loads(said(capsys, "sites", str(tmp_path / name), "--json")[1])
-        assert [site["q"] for site in told["sites"]] == [3, 3]
+        data = json.loads(run_command(capsys, "sites", str(tmp_path / name), "--json")[1])
+        assert [site["q"] for site in data["sites"]] == [3, 3]
     (tmp_path / "theirs" / "model.safetensors").unlink()
-    code, out, err = said(capsys, "sites", str(tmp_path / "theirs"))
+    code, out, err = run_command(capsys, "sites", str(tmp_path / "theirs"))
     assert code == 0
     assert "meta" in out
 
@@ -157,6 +157,6 @@ def test_the_command_without_sites(capsys, tmp_path: Path, what: str):
     (tmp_path / "empty").mkdir()
     (tmp_path / "strange").mkdir()
     (tmp_path / "strange" / "config.json").write_text('{"model_type": "nosuch"}')
-    code, out, err = said(capsys, "sites", str(tmp_path / what))
+    code, out, err = run_command(capsys, "sites", str(tmp_path / what))
     assert (code, out) == (2, "")
     assert err.count("\n") == 1

@@ -36,7 +36,7 @@ def albert(shape: str, kind: str = "AlbertModel") -> nn.Module:
     return model
 
 
-def apart(model: nn.Module) -> nn.Module:
+def with_own_groups(model: nn.Module) -> nn.Module:
     """A copy in which every run of a group has a group of its own."""
     other = copy.deepcopy(model)
     layers, groups = other.config.num_hidden_layers, other.config.num_hidden_groups
@@ -61,9 +61,9 @@ def test_ablation_at_one_depth(shape: str):
         f"encoder.{depth}.attention" for depth in range(layers * inner)
     ]
     whole = run_model(model, IDS)
-    assert torch.allclose(run_model(apart(model), IDS), whole, atol=1e-5)
+    assert torch.allclose(run_model(with_own_groups(model), IDS), whole, atol=1e-5)
     for depth in range(layers * inner):
-        other = apart(model)
+        other = with_own_groups(model)
         attentions(other)[depth].dense.weight[:, 8:16] = 0
         with hw.ablate(model, [(depth, 1)]):
             quiet = run_model(model, IDS)
@@ -76,7 +76,7 @@ def test_ablation_at_one_depth(shape: str):
 @torch.no_grad()
 def test_several_depths_at_once_and_inside_each_other():
     model = albert("odd")
-    other = apart(model)
+    other = with_own_groups(model)
     for depth, head in ((0, 1), (2, 3), (4, 0)):
         attentions(other)[depth].dense.weight[:, 8 * head : 8 * head + 8] = 0
     with hw.ablate(model, [(0, 1), (4, 0)]), hw.ablate(model, [(2, 3)]):
@@ -87,14 +87,14 @@ def test_several_depths_at_once_and_inside_each_other():
 def test_means_of_one_depth():
     model = albert("one")
     means = hw.head_means(model, [IDS], [(1, 2), (2, 2)])
-    twin = apart(model)
-    theirs = hw.head_means(twin, [IDS], [(1, 2), (2, 2)])
+    other = with_own_groups(model)
+    theirs = hw.head_means(other, [IDS], [(1, 2), (2, 2)])
     assert list(means) == list(theirs)
     for head, mean in means.items():
         assert torch.allclose(mean, theirs[head], atol=1e-6)
     assert not torch.allclose(*means.values(), atol=1e-3)
-    with hw.patch(model, means), hw.patch(twin, theirs):
-        assert torch.allclose(run_model(model, IDS), run_model(twin, IDS), atol=1e-5)
+    with hw.patch(model, means), hw.patch(other, theirs):
+        assert torch.allclose(run_model(model, IDS), run_model(other, IDS), atol=1e-5)
 
 
 @torch.no_grad()
@@ -130,11 +130,11 @@ def test_a_part_of_the_depths_is_refused():
 @torch.no_grad()
 def test_a_trace_keeps_every_depth():
     model = albert("odd")
-    kept = hw.trace(model, IDS, log=lambda _: None)
+    keep = hw.trace(model, IDS, log=lambda _: None)
     own = model(**IDS, output_attentions=True).attentions
-    assert len(own) == len(kept.layers) == 5
+    assert len(own) == len(keep.layers) == 5
     for depth in range(5):
-        assert torch.allclose(torch.from_numpy(kept.head_weights(depth, 3)), own[depth][0, 3], atol=1e-5)
+        assert torch.allclose(torch.from_numpy(keep.head_weights(depth, 3)), own[depth][0, 3], atol=1e-5)
 
 
 class Attention(nn.Module):

@@ -29,8 +29,12 @@ from headwise.traces import Trace
 from support import layer_cases as cases
 from support.transformers_models import ZOO
 
-GIVEN = {"attentions": "", "encoder_attentions": "encoder.{}.attention", "decoder_attentions": "decoder.{}.attention",
-         "cross_attentions": "decoder.{}.cross"}  # fmt: skip
+SITE_BY_OUTPUT = {
+    "attentions": "",
+    "encoder_attentions": "encoder.{}.attention",
+    "decoder_attentions": "decoder.{}.attention",
+    "cross_attentions": "decoder.{}.cross",
+}
 PRESETS = {name: hw.design(preset=name, model=16, heads=4) for name in hw.PRESETS}
 
 
@@ -38,20 +42,20 @@ def silent(_: str) -> None:
     """Told, and not passed on."""
 
 
-def own_weights(said: Mapping[str, Any]) -> Iterator[tuple[str | int, Tensor]]:
+def own_weights(options: Mapping[str, Any]) -> Iterator[tuple[str | int, Tensor]]:
     """The weights that a model of transformers gives itself, by the names of their sites."""
-    for key, name in GIVEN.items():
-        for number, weights in enumerate(said.get(key) or ()):
+    for key, name in SITE_BY_OUTPUT.items():
+        for number, weights in enumerate(options.get(key) or ()):
             yield name.format(number) if name else number, weights
 
 
 def far(trace: Trace, site: str | int, weights: Tensor) -> float:
     """The largest difference of any weight; of queries that were not asked there are none."""
-    asked = trace.get_layer(site).num_queries
+    num_queries = trace.get_layer(site).num_queries
     worst = 0.0
     for row in range(weights.shape[0]):
         for head in range(weights.shape[1]):
-            found, own = trace.head_weights(site, head, row=row), weights[row, head, :asked].numpy()
+            found, own = trace.head_weights(site, head, row=row), weights[row, head, :num_queries].numpy()
             keys = min(found.shape[1], own.shape[1])
             worst = max(worst, np.abs(found[:, :keys] - own[:, :keys]).max(), np.abs(found[:, keys:]).max(initial=0))
     return worst
@@ -64,16 +68,16 @@ def test_rows_are_the_models_own(name: str, tmp_path: Path):
         model = foreign.build("sdpa")
     except ValueError:  # it has no fused form
         model = foreign.build("eager")
-    told: list[str] = []
-    trace = hw.trace(model, foreign.inputs(), log=told.append)
+    recorded: list[str] = []
+    trace = hw.trace(model, foreign.inputs(), log=recorded.append)
     trace.save(tmp_path / "a.trace")
     again = hw.load_trace(tmp_path / "a.trace")
     with torch.no_grad():
-        said = foreign.build("eager")(**foreign.inputs(), output_attentions=True)
-    pairs = list(own_weights(said))
+        result = foreign.build("eager")(**foreign.inputs(), output_attentions=True)
+    pairs = list(own_weights(result))
     assert len(pairs) == len(again.layers)
     assert max(far(again, site, weights) for site, weights in pairs) <= 1e-5
-    assert "of 1.0 GB: queries and keys of" in told[0]
+    assert "of 1.0 GB: queries and keys of" in recorded[0]
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -89,8 +93,8 @@ def test_every_generated_token_is_recorded(name: str, cache: str):
     ids = torch.tensor([row.ids for row in trace.streams["text"]])
     inputs["decoder_input_ids" if foreign.reads == "both" else "input_ids"] = ids
     with torch.no_grad():
-        said = model(**inputs, output_attentions=True, use_cache=False)
-    assert max(far(trace, site, weights) for site, weights in own_weights(said)) <= 1e-5
+        outputs = model(**inputs, output_attentions=True, use_cache=False)
+    assert max(far(trace, site, weights) for site, weights in own_weights(outputs)) <= 1e-5
     assert {len(one.calls) for one in trace.layers if one.stack == "decoder"} == {6}
 
 
@@ -117,21 +121,21 @@ def test_texts_of_several_lengths_side_by_side():
     live[0, :4], live[1, 8:] = 0, 0  # one begins late, the other ends early
     trace = hw.trace(model, {"input_ids": ids, "attention_mask": live}, log=silent)
     with torch.no_grad():
-        said = ZOO["llama"].build("eager")(input_ids=ids, attention_mask=live, output_attentions=True)
-    for site, weights in own_weights(said):
+        result = ZOO["llama"].build("eager")(input_ids=ids, attention_mask=live, output_attentions=True)
+    for site, weights in own_weights(result):
         for row, head in ((0, 1), (1, 3)):
-            asks = live[row].bool()
-            found = trace.head_weights(site, head, row=row)[asks]
-            np.testing.assert_allclose(found, weights[row, head][asks], atol=1e-5)
+            actual = live[row].bool()
+            found = trace.head_weights(site, head, row=row)[actual]
+            np.testing.assert_allclose(found, weights[row, head][actual], atol=1e-5)
 
 
 def test_a_query_without_allowed_keys_has_zero_weights():
     q = torch.randn(1, 2, 1, 4)
     mask = torch.tensor([[[[True, False], [False, False]]]])
-    seen = AttentionInputs(q, q, q, 1.0, mask)
-    assert seen.all_weights()[0, 0].tolist() == [[1, 0], [0, 0]]
+    attention_inputs = AttentionInputs(q, q, q, 1.0, mask)
+    assert attention_inputs.all_weights()[0, 0].tolist() == [[1, 0], [0, 0]]
     assert torch.equal(F.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3, mask)[0, 0, 1], torch.zeros(4))
-    assert seen.allowed_pairs().tolist() == mask.tolist()
+    assert attention_inputs.allowed_pairs().tolist() == mask.tolist()
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -191,11 +195,11 @@ def test_a_budget_that_the_run_passes():
 
 @pytest.mark.parametrize("name", ZOO)
 def test_the_estimate_is_enough_and_not_far_off(name: str):
-    told: list[str] = []
-    trace = hw.trace(ZOO[name].build("eager"), ZOO[name].inputs(), log=told.append)
-    number, unit = told[0].split()[1:3]
-    said = float(number) * {"bytes": 1, "kB": 1e3, "MB": 1e6}[unit]
-    assert 0.7 * said <= trace.nbytes <= 1.05 * said
+    recorded: list[str] = []
+    trace = hw.trace(ZOO[name].build("eager"), ZOO[name].inputs(), log=recorded.append)
+    number, unit = recorded[0].split()[1:3]
+    result = float(number) * {"bytes": 1, "kB": 1e3, "MB": 1e6}[unit]
+    assert 0.7 * result <= trace.nbytes <= 1.05 * result
 
 
 def test_half_the_bytes():
@@ -214,10 +218,10 @@ def test_some_sites_alone():
 
 
 def test_pictures_are_measured_by_a_run():
-    told: list[str] = []
-    trace = hw.trace(ZOO["vit"].build("sdpa"), ZOO["vit"].inputs(), log=told.append)
+    recorded: list[str] = []
+    trace = hw.trace(ZOO["vit"].build("sdpa"), ZOO["vit"].inputs(), log=recorded.append)
     assert trace.layers[0].num_queries == 17
-    assert told == ["about 18.1 kB of 1.0 GB: queries and keys of 2 sites"]
+    assert recorded == ["about 18.1 kB of 1.0 GB: queries and keys of 2 sites"]
 
 
 class Plain(nn.Module):
@@ -242,7 +246,7 @@ def test_weights_are_recorded_without_scores():
     assert list(trace.layers[0].arrays) == ["weights.0"]
 
 
-@pytest.mark.parametrize(("change", "inputs", "more", "said"), [
+@pytest.mark.parametrize(("change", "inputs", "more", "message"), [
     (lambda m: m.train(), None, {}, "in train mode, .* call model.eval"),
     (lambda m: m.to("meta"), None, {}, "on the meta device"),
     (lambda m: m, torch.ones(1, 65, dtype=torch.long), {}, "65 tokens are 1 more than the 64 positions"),
@@ -255,9 +259,9 @@ def test_weights_are_recorded_without_scores():
     (lambda m: nn.Linear(2, 2).eval(), None, {}, "has no attention that headwise finds"),
     (lambda m: torch.compile(m), None, {}, "it is compiled"),
 ])  # fmt: skip
-def test_untraceable_models_are_refused(change, inputs, more, said: str):
+def test_untraceable_models_are_refused(change, inputs, more, message: str):
     model = change(ZOO["llama"].build("sdpa"))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         hw.trace(model, ZOO["llama"].inputs() if inputs is None else inputs, log=silent, **more)
     assert all(
         vars(stand.owner)[stand.name] is stand._original
@@ -265,7 +269,7 @@ def test_untraceable_models_are_refused(change, inputs, more, said: str):
     )
 
 
-@pytest.mark.parametrize("said", [{"extra": ("q",)}, {"budget": 0}, {"budget": 1.5}, {"precision": "bf16"}])
-def test_unsupported_captures_are_refused(said: dict[str, Any]):
+@pytest.mark.parametrize("options", [{"extra": ("q",)}, {"budget": 0}, {"budget": 1.5}, {"precision": "bf16"}])
+def test_unsupported_captures_are_refused(options: dict[str, Any]):
     with pytest.raises(SpecError, match="Capture"):
-        hw.Capture(**said)
+        hw.Capture(**options)

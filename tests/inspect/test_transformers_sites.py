@@ -20,16 +20,16 @@ from support.transformers_models import FALLBACK, ZOO, run_model, transformers, 
 def test_rows_are_the_models_own(name: str, monkeypatch: pytest.MonkeyPatch):
     zoo = ZOO[name]
     model = zoo.build("eager")
-    with record_eager_weights(monkeypatch) as given, record_sites(model) as keeps:
+    with record_eager_weights(monkeypatch) as recorded, record_sites(model) as keeps:
         run_model(model, zoo.inputs())
-    own = {one.site.name: given[one.module] for one in find_attention(model)}
-    seen = [keeps]
+    own = {one.site.name: recorded[one.module] for one in find_attention(model)}
+    result = [keeps]
     if model._supports_sdpa:  # which gives no weights, and may understand what eager spells out in a mask
         fused = zoo.build("sdpa")
         with record_sites(fused) as keeps:
             run_model(fused, zoo.inputs())
-        seen.append(keeps)
-    for keeps in seen:
+        result.append(keeps)
+    for keeps in result:
         for site, keep in keeps.items():
             (core,) = keep.seen
             for head in range(own[site].shape[1]):
@@ -134,12 +134,12 @@ def test_no_hook_remains():
         raise RuntimeError("on purpose")
     assert torch.equal(run_model(model, zoo.inputs()), before)
     with hw.ablate(model, [(0, 1)]):
-        quiet, twin = run_model(model, zoo.inputs()), copy.deepcopy(model)
+        quiet, copied = run_model(model, zoo.inputs()), copy.deepcopy(model)
         elsewhere: list[Tensor] = []
         thread = Thread(target=lambda: elsewhere.append(run_model(model, zoo.inputs())))
         thread.start()
         thread.join()
-        assert torch.equal(run_model(twin, zoo.inputs()), before)
+        assert torch.equal(run_model(copied, zoo.inputs()), before)
         assert torch.equal(elsewhere[0], before)
         with hw.ablate(model, [(1, 2)]):
             assert not torch.equal(run_model(model, zoo.inputs()), quiet)
@@ -155,8 +155,8 @@ def test_head_outputs_are_replaced():
     value = torch.randn(8)
     with record_sites(model) as keeps, hw.patch(model, {(0, 1): value}):
         patched = run_model(model, zoo.inputs())
-    said = keeps["encoder.0.attention"]
-    assert said.seen
+    entry = keeps["encoder.0.attention"]
+    assert entry.seen
     with hw.ablate(model, [(0, 1)]):
         assert not torch.equal(run_model(model, zoo.inputs()), patched)
     at = torch.zeros(2, 11, dtype=torch.bool)
@@ -175,8 +175,8 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_heads_that_are_not_there(name: str):
-    heads, said = BAD[name]
-    with pytest.raises(ValueError, match=said), hw.ablate(ZOO["llama"].build(), heads):
+    heads, message = BAD[name]
+    with pytest.raises(ValueError, match=message), hw.ablate(ZOO["llama"].build(), heads):
         pass
 
 

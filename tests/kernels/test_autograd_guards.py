@@ -29,15 +29,15 @@ def layer_of(preset: str) -> hw.Attention:
 # --- gradients -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
-def test_gradients_of_some_decode_inputs(wanted):
+@pytest.mark.parametrize("expected", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
+def test_gradients_of_some_decode_inputs(expected):
     """Of values alone the log-sum-exp of scores has none."""
-    given = handed()
-    for n in wanted:
-        given[n].requires_grad_()
-    q, k, v = given
+    inputs = handed()
+    for n in expected:
+        inputs[n].requires_grad_()
+    q, k, v = inputs
     found = [run(q, k, v, TABLE, scale=0.3)[0] for run in (attend_paged, attend_paged_reference)]
-    ours, theirs = (torch.autograd.grad(o.square().sum(), [given[n] for n in wanted]) for o in found)
+    ours, theirs = (torch.autograd.grad(o.square().sum(), [inputs[n] for n in expected]) for o in found)
     for one, other in zip(ours, theirs, strict=True):
         check_close(one, other)
 
@@ -146,12 +146,12 @@ def test_empty_spans_may_name_any_page():
     table = TABLE.clone()
     table[1] = torch.tensor([[9, 3, 3], [-7, 99, 4]])
     assert paged_decode.find_invalid_span(table.transpose(0, 1), 5, 4) == -1
-    given = handed()
-    check_close(attend_paged(*given, table, scale=0.3)[0], attend_paged(*given, TABLE, scale=0.3)[0])
+    inputs = handed()
+    check_close(attend_paged(*inputs, table, scale=0.3)[0], attend_paged(*inputs, TABLE, scale=0.3)[0])
 
 
 @pytest.mark.parametrize(
-    ("beside", "said"),
+    ("beside", "message"),
     [
         (PagedDecodeOptions(bias=torch.zeros(3, 4, 7)), r"the bias is \[3, 4, 7\]"),
         (PagedDecodeOptions(bias=torch.zeros(2, 1, 8)), r"the bias is \[2, 1, 8\]"),
@@ -160,8 +160,8 @@ def test_empty_spans_may_name_any_page():
     ],
     ids=["columns", "rows", "heads", "sinks"],
 )
-def test_options_must_have_the_shape_of_the_call(beside, said):
-    with pytest.raises(ValueError, match=said):
+def test_options_must_have_the_shape_of_the_call(beside, message):
+    with pytest.raises(ValueError, match=message):
         attend_paged(*handed(), TABLE, scale=0.3, options=beside)
 
 
@@ -184,19 +184,19 @@ def test_more_keys_than_the_index_type_holds_are_refused():
     assert torch.tensor(float(most - 1)) + 1 == most
     assert torch.tensor(float(most)) + 1 == most
     q, k = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1).expand(1, most + 1, 1, 1)
-    told = RoutedWorkItems.from_open_heads(
+    work_items = RoutedWorkItems.from_open_heads(
         torch.ones(1, 1, 1, dtype=torch.bool), 1, torch.tensor([[[most - 3, most + 1]]]), most + 1
     )
     with pytest.raises(ValueError, match=r"16,777,217 keys are more than 16,777,216 in torch.float32"):
-        gathered_attention(q, k, k, told.kernel_args, 1.0, told.num_pairs)
+        gathered_attention(q, k, k, work_items.kernel_args, 1.0, work_items.num_pairs)
 
 
 def test_numbers_of_two_kinds_are_refused():
     q = torch.zeros(1, 1, 1, 4)
-    told = RoutedWorkItems.from_open_heads(torch.ones(1, 1, 1, dtype=torch.bool), 1, torch.tensor([[[0, 1]]]), 1)
+    work_items = RoutedWorkItems.from_open_heads(torch.ones(1, 1, 1, dtype=torch.bool), 1, torch.tensor([[[0, 1]]]), 1)
     for k, v in ((q.double(), q), (q, q.double())):
         with pytest.raises(ValueError, match="give all in one"):
-            gathered_attention(q, k, v, told.kernel_args, 1.0, told.num_pairs)
+            gathered_attention(q, k, v, work_items.kernel_args, 1.0, work_items.num_pairs)
 
 
 def test_spans_that_lie_apart_are_looked_at_alone():

@@ -191,7 +191,7 @@ assert HEAD_MIXING_KERNELS.is_usable(torch.float32) and STATE.failed
     assert not run.returncode, run.stderr
 
 
-def test_kernels_run_uncached_where_nothing_can_be_written_and_say_so_once(tmp_path):
+def test_kernels_run_without_a_writable_cache_and_warn_once(tmp_path):
     code = f"""
 import os, warnings
 os.environ["HEADWISE_KERNELS"] = "auto"

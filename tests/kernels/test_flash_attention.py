@@ -23,14 +23,14 @@ class Call:
     """One call: each token reads the keys up to as many behind its own number, all, or between ends of its own."""
 
     def __init__(self, sizes, widths, ahead: int | None = None, dtype: torch.dtype = torch.float64) -> None:
-        (batch, queries, keys), (heads, kept, dim, vdim) = sizes, widths
+        (batch, queries, keys), (heads, values, dim, vdim) = sizes, widths
         make = torch.Generator().manual_seed(batch + 3 * queries + 5 * keys + 7 * heads)
 
         def numbers(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
 
         self.q, self.k, self.v = (
-            numbers(batch, queries, heads, dim), numbers(batch, keys, kept, dim), numbers(batch, keys, kept, vdim)
+            numbers(batch, queries, heads, dim), numbers(batch, keys, values, dim), numbers(batch, keys, values, vdim)
         )  # fmt: skip
         self.way = torch.randn(batch, queries, heads, vdim, generator=make, dtype=torch.float64).to(dtype)
         self.ahead = ahead
@@ -78,14 +78,14 @@ def test_any_width(dim, vdim):
     Call((2, 70, 75), (4, 2, dim, vdim), 5).check_reading()
 
 
-@pytest.mark.parametrize("kept", [1, 2, 7, 14])
-def test_parts_of_keys_are_added_up(kept, monkeypatch):
+@pytest.mark.parametrize("keep", [1, 2, 7, 14])
+def test_parts_of_keys_are_added_up(keep, monkeypatch):
     monkeypatch.setattr(flash_attention, "MIN_KEYS_PER_PART", 16)
-    call = Call((1, 80, 201), (14, kept, 5, 3), 121)
+    call = Call((1, 80, 201), (14, keep, 5, 3), 121)
     flash_attention._PLAN_CACHE.clear()
     call.check_reading()
     (plan,) = flash_attention._PLAN_CACHE.values()
-    assert plan.num_key_parts == {1: 4, 2: 4, 7: 2, 14: 1}[kept]
+    assert plan.num_key_parts == {1: 4, 2: 4, 7: 2, 14: 1}[keep]
     flash_attention._PLAN_CACHE.clear()
 
 
@@ -283,12 +283,14 @@ def test_a_long_prompt_after_cached_tokens(monkeypatch):
     x = torch.randn(2, 300, 10, dtype=torch.float64)
     layer.backend_name = "dense"
     expected = layer(x)
-    layer.backend_name, seen = None, []
-    monkeypatch.setattr(flash_cpu, "attend_key_ranges", lambda *told: seen.append(told[4]) or attend_key_ranges(*told))
+    layer.backend_name, recorded = None, []
+    monkeypatch.setattr(
+        flash_cpu, "attend_key_ranges", lambda *args: recorded.append(args[4]) or attend_key_ranges(*args)
+    )
     with torch.no_grad():
         cache = layer.cache(batch=2, capacity=320)
         check_close(torch.cat([layer(part, cache=cache) for part in x.split([100, 1, 199], 1)], 1), expected)
-    assert seen == [0, 101]
+    assert recorded == [0, 101]
 
 
 def test_under_autocast_it_refuses():
@@ -304,7 +306,7 @@ def test_under_autocast_it_refuses():
         assert layer(x).dtype == torch.bfloat16
 
 
-def said(job: dict | None = None, **words) -> str:
+def unsupported_text(job: dict | None = None, **words) -> str:
     spec = base(**({"pattern": "causal()"} | words))
     return "; ".join(flash_cpu.unsupported_reasons(CallSignature(spec, spec.core, **(job or {}))))
 
@@ -314,7 +316,7 @@ def said(job: dict | None = None, **words) -> str:
 )
 @pytest.mark.parametrize("words", [{}, {"kv": 2}, {"vdim": 5}, {"pattern": "full()"}, {"modifiers": (hw.Rotary(),)}])
 def test_plain_heads_are_supported(job, words):
-    assert said(job, **words) == ""
+    assert unsupported_text(job, **words) == ""
 
 
 @pytest.mark.parametrize(
@@ -337,7 +339,7 @@ def test_plain_heads_are_supported(job, words):
     ids=repr,
 )
 def test_unsupported_calls_are_refused(words, job, reason):
-    assert reason in said(job, **words)
+    assert reason in unsupported_text(job, **words)
 
 
 @pytest.mark.parametrize(

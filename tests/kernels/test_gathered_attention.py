@@ -18,14 +18,14 @@ class Some:
     """Numbers of one call: who asks, and from which key to which each token reads."""
 
     def __init__(self, sizes, widths, seed: int = 0, dtype: torch.dtype = torch.float64, rate: float = 0.4) -> None:
-        (batch, queries, keys), (heads, kept, dim, vdim) = sizes, widths
+        (batch, queries, keys), (heads, values, dim, vdim) = sizes, widths
         make = torch.Generator().manual_seed(seed)
 
         def numbers(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
 
         self.q, self.k, self.v = (
-            numbers(batch, queries, heads, dim), numbers(batch, keys, kept, dim), numbers(batch, keys, kept, vdim)
+            numbers(batch, queries, heads, dim), numbers(batch, keys, values, dim), numbers(batch, keys, values, vdim)
         )  # fmt: skip
         self.way = torch.randn(batch, queries, heads, vdim, generator=make, dtype=torch.float64).to(dtype)
         self.unmerged_shape = torch.rand(batch, queries, heads, generator=make) < rate
@@ -33,8 +33,8 @@ class Some:
         self.ends = ends[:1] if seed % 2 else ends
 
     def read(self) -> torch.Tensor:
-        told = RoutedWorkItems.from_open_heads(self.unmerged_shape, self.k.shape[2], self.ends, self.k.shape[1])
-        return gathered_attention(self.q, self.k, self.v, told.kernel_args, SCALE, told.num_pairs)[0]
+        work_items = RoutedWorkItems.from_open_heads(self.unmerged_shape, self.k.shape[2], self.ends, self.k.shape[1])
+        return gathered_attention(self.q, self.k, self.v, work_items.kernel_args, SCALE, work_items.num_pairs)[0]
 
     def expected(self) -> torch.Tensor:
         each, key = self.q.shape[2] // self.k.shape[2], torch.arange(self.k.shape[1])
@@ -70,11 +70,11 @@ def test_units_and_blocks_of_keys_end_where_they_should(queries, keys, parts):
     Some((1, queries, keys), (2, 2, 5, 7), rate=1.0).check_reading()
 
 
-@pytest.mark.parametrize("kept", [1, 2, 7, 14])
-def test_parts_of_keys_are_added_up(kept, parts):
-    some = Some((1, 80, 201), (14, kept, 5, 3))
-    told = RoutedWorkItems.from_open_heads(some.unmerged_shape, kept, some.ends, 201).kernel_args
-    assert len(told[3]) == kept * {1: 4, 2: 4, 7: 2, 14: 1}[kept]
+@pytest.mark.parametrize("keep", [1, 2, 7, 14])
+def test_parts_of_keys_are_added_up(keep, parts):
+    some = Some((1, 80, 201), (14, keep, 5, 3))
+    kernel_args = RoutedWorkItems.from_open_heads(some.unmerged_shape, keep, some.ends, 201).kernel_args
+    assert len(kernel_args[3]) == keep * {1: 4, 2: 4, 7: 2, 14: 1}[keep]
     some.check_reading()
 
 
@@ -136,7 +136,7 @@ def test_those_with_most_keys_begin():
 
 def test_the_operation_passes_opcheck():
     some = Some((1, 20, 20), (2, 2, 4, 4))
-    told = RoutedWorkItems.from_open_heads(some.unmerged_shape, 2, some.ends, 20)
-    given = (some.q, some.k, some.v, told.kernel_args, SCALE, told.num_pairs)
+    work_items = RoutedWorkItems.from_open_heads(some.unmerged_shape, 2, some.ends, 20)
+    arguments = (some.q, some.k, some.v, work_items.kernel_args, SCALE, work_items.num_pairs)
     looks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    assert set(torch.library.opcheck(gathered_attention, given, test_utils=looks).values()) == {"SUCCESS"}
+    assert set(torch.library.opcheck(gathered_attention, arguments, test_utils=looks).values()) == {"SUCCESS"}

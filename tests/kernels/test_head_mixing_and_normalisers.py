@@ -27,9 +27,9 @@ def alphas(s: Tensor, alpha: float) -> Tensor:
     return s.new_full((s.shape[1],), alpha)
 
 
-def entmax(s: Tensor, seen: Tensor, alpha: float) -> Tensor:
+def entmax(s: Tensor, recorded: Tensor, alpha: float) -> Tensor:
     """The weights of the kernel."""
-    return row_normalisers.masked_entmax(s, seen, alphas(s, alpha), None, [])[0]
+    return row_normalisers.masked_entmax(s, recorded, alphas(s, alpha), None, [])[0]
 
 
 # --- heads mixed ---------------------------------------------------------------------------------------
@@ -83,22 +83,22 @@ def test_mixing_of_a_block_equals_the_formula(sizes, grouped, cut):
     check_close(ours, theirs)
     grad = numbers(*(ours.shape[n] for n in (0, 2, 3, 1))).permute(0, 3, 1, 2)  # as products of heads leave it
     wanted = [t for t in mixed.tensors if t.numel()]
-    mine, expected = (torch.autograd.grad(made, wanted, grad, allow_unused=True) for made in (ours, theirs))
+    mine, expected = (torch.autograd.grad(built, wanted, grad, allow_unused=True) for built in (ours, theirs))
     for one, other in zip(mine, expected, strict=True):
         check_close(one, torch.zeros_like(one) if other is None else other, rtol=1e-9, atol=1e-10)
 
 
 def test_threads_change_no_number():
     mixed = Mixed({"b": 2, "h": 6, "t": 5, "s": 300, "q": 2, "k": 2})
-    grad, scores, seen = numbers(2, 6, 5, 300), numbers(2, 6, 50, 300), torch.rand(2, 1, 50, 300) < 0.7
+    grad, scores, sample = numbers(2, 6, 5, 300), numbers(2, 6, 50, 300), torch.rand(2, 1, 50, 300) < 0.7
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        made = mixed.kernel()
-        found.append([made, *torch.autograd.grad(made, mixed.tensors, grad)])
+        built = mixed.kernel()
+        found.append([built, *torch.autograd.grad(built, mixed.tensors, grad)])
         found[-1] += [
-            row_normalisers.masked_softmax(scores, seen),
-            *row_normalisers.masked_entmax(scores, seen, alphas(scores, 1.5), None, []),
+            row_normalisers.masked_softmax(scores, sample),
+            *row_normalisers.masked_entmax(scores, sample, alphas(scores, 1.5), None, []),
         ]
     torch.set_num_threads(1)
     for other in found[1:]:
@@ -132,10 +132,10 @@ def test_rows_are_softmax_over_allowed_keys(keys, dtype):
     s = (numbers(2, 3, 5, keys) * 4).to(dtype).requires_grad_()
     full, grad = torch.rand(2, 1, 5, keys) < 0.6, torch.randn(2, 3, 5, keys, dtype=dtype)
     full[1, :, 2] = False
-    for seen in (full, full[:1], full[:, :, :1], full[:1, :, :1]):
-        below = s.double().masked_fill(~seen, -torch.inf)
+    for value in (full, full[:1], full[:, :, :1], full[:1, :, :1]):
+        below = s.double().masked_fill(~value, -torch.inf)
         expected = below.softmax(-1).nan_to_num(0.0)
-        ours = row_normalisers.masked_softmax(s, seen)
+        ours = row_normalisers.masked_softmax(s, value)
         check_close(ours, expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-7)
         mine = torch.autograd.grad(ours, s, grad)[0]
         w = expected.detach()
@@ -146,21 +146,21 @@ def test_rows_are_softmax_over_allowed_keys(keys, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_far_scores_are_numbers(dtype):
     s = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4], [1e4, 1e4, -1e4]], dtype=dtype)[None, None].requires_grad_()
-    seen = torch.ones(1, 1, 1, 3, dtype=torch.bool)
+    visible = torch.ones(1, 1, 1, 3, dtype=torch.bool)
     expected = torch.tensor([[1, 0, 0], [1 / 3] * 3, [0.5, 0.5, 0]], dtype=dtype)[None, None]
-    for made in (row_normalisers.masked_softmax(s, seen), *(entmax(s, seen, alpha) for alpha in ALPHAS)):
-        check_close(made, expected, rtol=1e-6)
-        assert torch.autograd.grad(made.square().sum(), s)[0].isfinite().all()
+    for built in (row_normalisers.masked_softmax(s, visible), *(entmax(s, visible, alpha) for alpha in ALPHAS)):
+        check_close(built, expected, rtol=1e-6)
+        assert torch.autograd.grad(built.square().sum(), s)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("keys", [1, 16, 21])
 def test_nan_inputs_give_nan(keys):
-    s, seen = numbers(1, 2, 3, keys), torch.ones(1, 1, 1, keys, dtype=torch.bool)
+    s, visible = numbers(1, 2, 3, keys), torch.ones(1, 1, 1, keys, dtype=torch.bool)
     s[0, 0, 1, -1] = torch.nan
-    for made in (row_normalisers.masked_softmax(s, seen), *(entmax(s, seen, alpha) for alpha in ALPHAS)):
-        assert made[0, 0, 1].isnan().all()
-        assert made.isnan().sum() == keys
-    assert not row_normalisers.masked_softmax(s, seen.index_fill(3, torch.tensor(keys - 1), False)).isnan().any()
+    for built in (row_normalisers.masked_softmax(s, visible), *(entmax(s, visible, alpha) for alpha in ALPHAS)):
+        assert built[0, 0, 1].isnan().all()
+        assert built.isnan().sum() == keys
+    assert not row_normalisers.masked_softmax(s, visible.index_fill(3, torch.tensor(keys - 1), False)).isnan().any()
 
 
 def test_softmax_errs_no_more_than_twice_as_torchs():
@@ -171,9 +171,9 @@ def test_softmax_errs_no_more_than_twice_as_torchs():
 
 
 def test_empty_inputs_are_supported():
-    seen = torch.ones(1, 1, 1, 5, dtype=torch.bool)
-    assert row_normalisers.masked_softmax(torch.zeros(0, 2, 3, 5), seen).shape == (0, 2, 3, 5)
-    assert entmax(torch.zeros(2, 2, 0, 5), seen, 1.5).shape == (2, 2, 0, 5)
+    visible = torch.ones(1, 1, 1, 5, dtype=torch.bool)
+    assert row_normalisers.masked_softmax(torch.zeros(0, 2, 3, 5), visible).shape == (0, 2, 3, 5)
+    assert entmax(torch.zeros(2, 2, 0, 5), visible, 1.5).shape == (2, 2, 0, 5)
 
 
 # --- blocks that are run once more ---------------------------------------------------------------------
@@ -224,9 +224,9 @@ def test_recomputation_repeats_the_dropout_mask():
         torch.manual_seed(5)
         return layer(x).square().sum()
 
-    made = read()
+    built = read()
     torch.manual_seed(7)
-    slope = (torch.autograd.grad(made, v)[0] * step).sum()
+    slope = (torch.autograd.grad(built, v)[0] * step).sum()
     after = torch.rand(3)
     torch.manual_seed(7)
     assert torch.equal(after, torch.rand(3))
@@ -243,7 +243,7 @@ def test_recomputation_repeats_autocast(monkeypatch):
     x = torch.randn(2, 300, 10, requires_grad=True)
     found, casts, form = {}, list[bool](), dense.attend_all_pairs
     monkeypatch.setattr(
-        dense, "attend_all_pairs", lambda *said: casts.append(torch.is_autocast_enabled("cpu")) or form(*said)
+        dense, "attend_all_pairs", lambda *args: casts.append(torch.is_autocast_enabled("cpu")) or form(*args)
     )
     for layer.backend_name in ("dense", "chunked"):
         casts.clear()
@@ -281,8 +281,8 @@ def test_torch_func_transforms_use_plain_operations(preset, count):
         assert torch.allclose(each, plain(x), rtol=1e-9, atol=1e-12)
         if preset in ("talking", "dcmha"):  # of others torch, or their closed form, refuses it
             assert torch.allclose(*(torch.func.jvp(f, (x,), (along,))[1] for f in (layer, plain)), rtol=1e-6)
-    slope, wanted = (torch.func.grad(lambda x, f=f: f(x).square().sum())(x) for f in (layer, plain))
-    assert torch.allclose(slope, wanted, rtol=1e-8, atol=1e-10)
+    slope, expected = (torch.func.grad(lambda x, f=f: f(x).square().sum())(x) for f in (layer, plain))
+    assert torch.allclose(slope, expected, rtol=1e-8, atol=1e-10)
 
 
 def test_tensors_of_a_block_are_freed_before_the_next():
@@ -291,15 +291,15 @@ def test_tensors_of_a_block_are_freed_before_the_next():
     for count in (512, 1024):
         layer = hw.Attention(base(modifiers=(hw.TalkingHeads(),), pattern="causal"), backend="chunked")
         y = layer(torch.randn(1, count, 10, requires_grad=True))
-        held: list[int] = []
+        recorded: list[int] = []
 
-        def keep(tensor: Tensor, held: list[int] = held) -> Tensor:
-            held.append(tensor.untyped_storage().nbytes())
+        def keep(tensor: Tensor, tensors: list[int] = recorded) -> Tensor:
+            tensors.append(tensor.untyped_storage().nbytes())
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             y.sum().backward()
-        peaks.append(max(held))
+        peaks.append(max(recorded))
     assert peaks[1] <= 2 * peaks[0]
 
 
@@ -328,12 +328,12 @@ def test_the_operations_pass_opcheck():
     a, *factors = mixed.tensors
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     found = torch.library.opcheck(mixing.mix_heads_by_factors, (a, mixed.own, mixed.each, factors), test_utils=checks)
-    s, seen = numbers(2, 3, 5, 7).requires_grad_(), torch.ones(1, 1, 5, 7, dtype=torch.bool)
+    s, visible = numbers(2, 3, 5, 7).requires_grad_(), torch.ones(1, 1, 5, 7, dtype=torch.bool)
     found |= {
         f"softmax {k}": v
-        for k, v in torch.library.opcheck(row_normalisers.masked_softmax, (s, seen), test_utils=checks).items()
+        for k, v in torch.library.opcheck(row_normalisers.masked_softmax, (s, visible), test_utils=checks).items()
     }
-    for held in ((None, []), (numbers(2, 2, 7, 5).requires_grad_(), [0, 1, 1])):
-        given = (s, seen, alphas(s, 1.3).requires_grad_(), *held)
-        more = torch.library.opcheck(row_normalisers.masked_entmax, given, test_utils=checks)
+    for tensor in ((None, []), (numbers(2, 2, 7, 5).requires_grad_(), [0, 1, 1])):
+        arguments = (s, visible, alphas(s, 1.3).requires_grad_(), *tensor)
+        more = torch.library.opcheck(row_normalisers.masked_entmax, arguments, test_utils=checks)
         assert {*found.values(), *more.values()} == {"SUCCESS"}

@@ -34,12 +34,12 @@ def handed() -> list[Tensor]:
 
 
 def test_gradients_of_gradients_of_decoding_are_exact():
-    given = (*handed(), torch.randn(4, dtype=torch.float64, requires_grad=True))
+    arguments = (*handed(), torch.randn(4, dtype=torch.float64, requires_grad=True))
 
     def read(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
         return attend_paged(q, k, v, TABLE, scale=0.3, options=PagedDecodeOptions(sink=sink))[0]
 
-    assert torch.autograd.gradgradcheck(read, given)
+    assert torch.autograd.gradgradcheck(read, arguments)
 
 
 def test_a_row_whose_keys_are_all_hidden_has_no_gradient():
@@ -64,7 +64,7 @@ def test_keys_outside_the_mask_have_no_gradient_even_if_nan():
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"v": torch.float32}, "values torch.float32"),
         ({"k": torch.float16, "v": torch.float16}, "keys are torch.float16"),
@@ -72,12 +72,12 @@ def test_keys_outside_the_mask_have_no_gradient_even_if_nan():
         ({"spans": torch.int32}, "spans are torch.int32"),
     ],
 )
-def test_numbers_that_would_be_read_as_others_are_refused(changed, said):
+def test_numbers_that_would_be_read_as_others_are_refused(changed, message):
     q, k, v = (t.detach() for t in handed())
-    told = {"k": k, "v": v, "spans": TABLE}
-    told |= {name: told[name].to(dtype) for name, dtype in changed.items()}
-    with pytest.raises(ValueError, match=said):
-        attend_paged(q, told["k"], told["v"], told["spans"], scale=0.3)
+    options = {"k": k, "v": v, "spans": TABLE}
+    options |= {name: options[name].to(dtype) for name, dtype in changed.items()}
+    with pytest.raises(ValueError, match=message):
+        attend_paged(q, options["k"], options["v"], options["spans"], scale=0.3)
 
 
 def test_shapes_that_do_not_meet_are_refused():
@@ -93,13 +93,13 @@ def test_a_second_ceiling_counts(monkeypatch):
     spec = hw.design(model=16, heads=4, pattern="causal", modifiers=(hw.Softcap(0.7), hw.Softcap(0.2)))
     layer, plain = hw.Attention(spec), hw.Attention(spec, backend="dense")
     plain.load_state_dict(layer.state_dict())
-    x, said = 3 * torch.randn(1, 30, 16), []
+    x, recorded = 3 * torch.randn(1, 30, 16), []
     with torch.no_grad():
         for one in (layer, plain):
             cache = one.cache(batch=1, capacity=30)
             one(x[:, :-1], cache=cache)
-            said.append(one(x[:, -1:], cache=cache))
-    check_close(*said, rtol=1e-5, atol=1e-6)
+            recorded.append(one(x[:, -1:], cache=cache))
+    check_close(*recorded, rtol=1e-5, atol=1e-6)
     assert "Softcap is not additive" in hw.why(spec, tokens="one").unsupported["ragged"]
 
 
@@ -130,15 +130,17 @@ def test_a_model_uses_an_int8_cache(small):
 
 def test_probes_see_dequantised_int8_keys(small):
     net, last, caches = small
-    seen = {}
+    recorded = {}
     for store, cache in caches.items():
         probe = hw.Probe("k", "v")
         net.probes = {"decoder.0.attention": probe}
         with torch.no_grad():
             net(last, cache=cache)
-        seen[store] = probe.tensors
+        recorded[store] = probe.tensors
     for name in "kv":
-        check_close(seen["int8"][name], seen[None][name], rtol=0, atol=0.02 * seen[None][name].abs().max().item())
+        check_close(
+            recorded["int8"][name], recorded[None][name], rtol=0, atol=0.02 * recorded[None][name].abs().max().item()
+        )
 
 
 class Weights:
@@ -149,8 +151,8 @@ class Weights:
     def __init__(self) -> None:
         self.seen = []
 
-    def on_call(self, seen):
-        self.seen.append(seen.all_weights())
+    def on_call(self, recorded):
+        self.seen.append(recorded.all_weights())
 
     def on_head_outputs(self, z):
         return None
@@ -158,14 +160,14 @@ class Weights:
 
 def test_weights_are_computed_again_from_8_bits(small):
     net, last, caches = small
-    seen = {}
+    recorded = {}
     for store, cache in caches.items():
         one = Weights()
         sites = find_attention(net)
         with torch.no_grad(), hooks.install_hooks({site.module: (one,) for site in sites}, sites[0].adapter.patches()):
             net(last, cache=cache)
-        seen[store] = one.seen
-    for eight, full in zip(seen["int8"], seen[None], strict=True):
+        recorded[store] = one.seen
+    for eight, full in zip(recorded["int8"], recorded[None], strict=True):
         assert full.shape[-1] == 40
         check_close(eight, full, rtol=0, atol=0.01)
 
@@ -217,29 +219,29 @@ def test_a_cache_goes_with_its_last_use(pattern):
     with torch.no_grad():
         for _ in range(3):
             layer(torch.randn(1, 1, 16), cache=cache)
-    held = weakref.ref(cache.entry["k"])
+    stored = weakref.ref(cache.entry["k"])
     gc.disable()
     try:
         del cache
-        assert held() is None
+        assert stored() is None
     finally:
         gc.enable()
 
 
 def test_no_two_kernels_are_kept_under_one_name():
-    made = [("attend", torch.float32), ("attend", torch.float64)]
-    for name, dtype in made:
+    built = [("attend", torch.float32), ("attend", torch.float64)]
+    for name, dtype in built:
         paged_decode.PAGED_DECODE_KERNELS.compiled_function(name, dtype)
     row_normalisers.SOFTMAX_KERNELS.compiled_function("softmax", torch.float32)
     kernels = [
-        *(paged_decode.PAGED_DECODE_KERNELS.compiled_functions[own] for own in made),
+        *(paged_decode.PAGED_DECODE_KERNELS.compiled_functions[own] for own in built),
         row_normalisers.SOFTMAX_KERNELS.compiled_functions["softmax", torch.float32],
     ]
-    kept = {kernel._cache._impl.filename_base for kernel in kernels}
-    assert len(kept) == len(kernels), kept
+    keep = {kernel._cache._impl.filename_base for kernel in kernels}
+    assert len(keep) == len(kernels), keep
 
 
-KEPT = """
+CACHE_PROGRAM = """
 import torch
 from headwise.kernels import row_normalisers
 row_normalisers.SOFTMAX_KERNELS.compiled_function("softmax", torch.float32)
@@ -248,6 +250,9 @@ print(row_normalisers.SOFTMAX_KERNELS.compiled_functions["softmax", torch.float3
 
 
 def test_the_next_process_reads_a_kernel_from_disk(tmp_path):
-    told = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    hits = [subprocess.run([sys.executable, "-c", KEPT], env=told, capture_output=True, text=True) for _ in range(2)]
+    options = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    hits = [
+        subprocess.run([sys.executable, "-c", CACHE_PROGRAM], env=options, capture_output=True, text=True)
+        for _ in range(2)
+    ]
     assert [run.stdout.strip() for run in hits] == ["0", "1"], hits[1].stderr

@@ -46,11 +46,11 @@ def trees(draw):
     rows = []
     for _ in range(draw(st.integers(1, 6))):
         parent = draw(st.sampled_from([[], *rows]))
-        kept = parent[: draw(st.integers(0, len(parent)))]
-        begin = draw(st.integers(0, page - 1)) if not kept else 0
+        keep = parent[: draw(st.integers(0, len(parent)))]
+        begin = draw(st.integers(0, page - 1)) if not keep else 0
         end = begin + draw(st.one_of(st.integers(0, 9), st.integers(0, 300)))
         own = [(next(pool), begin if n == 0 else 0, min(page, end - n)) for n in range(0, end, page)]
-        rows.append([*kept, *own])
+        rows.append([*keep, *own])
     rows = draw(st.permutations(rows))
     most = max(map(len, rows))
     padded = [[*row, *[(next(pool), 0, 0)] * (most - len(row))] for row in rows]
@@ -59,7 +59,7 @@ def trees(draw):
     return page, table
 
 
-def held(table: torch.Tensor, row: int) -> list[tuple[int, int, int]]:
+def keys_of_row(table: torch.Tensor, row: int) -> list[tuple[int, int, int]]:
     """The keys of one row: page, slot and column."""
     each = enumerate(table[row].tolist())
     return [(page, slot, n) for n, (page, begin, end) in each for slot in range(begin, end)]
@@ -105,13 +105,13 @@ def of_row(beside: PagedDecodeOptions, row: int) -> PagedDecodeOptions:
 
 
 @given(
-    drawn=trees(), seed=st.integers(0, 99), kind=st.sampled_from(KINDS), beside=st.booleans(),
+    page_table=trees(), seed=st.integers(0, 99), kind=st.sampled_from(KINDS), beside=st.booleans(),
     heads=st.sampled_from([(6, 2), (8, 2), (5, 1), (3, 3), (10, 2)]), widths=st.sampled_from([(16, 21), (37, 32)]),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
-def test_each_row_reads_as_it_does_alone(drawn, seed, kind, beside, heads, widths):
+def test_each_row_reads_as_it_does_alone(page_table, seed, kind, beside, heads, widths):
     """Bit for bit; and it is what the definition reads of its list of keys."""
-    page, table = drawn
+    page, table = page_table
     torch.manual_seed(seed)
     q, k, v, scales = numbers(table, page, kind, heads[0], heads[1], widths)
     more = PagedDecodeOptions(None, None, *scales)
@@ -126,7 +126,7 @@ def test_each_row_reads_as_it_does_alone(drawn, seed, kind, beside, heads, width
         alone = attend_paged(q[row : row + 1], k, v, table[row : row + 1], scale=0.25, options=of_row(more, row))
         assert torch.equal(o[row], alone[0][0])
         assert torch.equal(lse[row], alone[1][0])
-        keys = held(table, row)
+        keys = keys_of_row(table, row)
         at = [torch.tensor([key[n] for key in keys], dtype=torch.int64) for n in range(3)]
         own = of_row(more, row)
         if own.bias is not None:
@@ -135,20 +135,20 @@ def test_each_row_reads_as_it_does_alone(drawn, seed, kind, beside, heads, width
         check_close(o[row], expected[0], **close)
 
 
-@given(drawn=trees())
+@given(page_table=trees())
 @settings(max_examples=100, deadline=None)
-def test_no_block_is_read_twice(drawn):
+def test_no_block_is_read_twice(page_table):
     """A block of keys with all before it is one and the same for every row that has it, and read once."""
-    page, table = drawn
+    page, table = page_table
     blocks = set()
     for row in range(len(table)):
-        keys = held(table, row)
+        keys = keys_of_row(table, row)
         blocks |= {tuple(keys[: begin + KV_BLOCK_SIZE]) for begin in range(0, len(keys), KV_BLOCK_SIZE)}
     jobs = planned(table, page)
     ours = sum(count for job in jobs for _, count in job)
     assert ours == sum((len(block) - 1) % KV_BLOCK_SIZE + 1 for block in blocks)
     each = [sum(count for job in jobs for rows, count in job if row in rows) for row in range(len(table))]
-    assert each == [len(held(table, row)) for row in range(len(table))]
+    assert each == [len(keys_of_row(table, row)) for row in range(len(table))]
 
 
 def tailed(rows: int, shared: int, own: int, page: int = 16) -> torch.Tensor:
@@ -218,7 +218,7 @@ def test_teams_are_smaller_where_threads_would_wait():
         threads: {len(job[0][0]) for job in planned(tailed(8, KV_SPLIT_SIZE, 9), 16, threads)}
         for threads in (1, 2, 3, 8)
     }
-    assert {threads: max(told) for threads, told in sizes.items()} == {1: 8, 2: 4, 3: 2, 8: 1}
+    assert {threads: max(value) for threads, value in sizes.items()} == {1: 8, 2: 4, 3: 2, 8: 1}
     assert max(len(job[0][0]) for job in planned(tailed(8, 8 * KV_SPLIT_SIZE, 9), 16, 2)) == MAX_ROWS_TOGETHER
 
 
@@ -314,13 +314,13 @@ def test_large_scores_and_nan_stay_with_whom_they_belong_to(dtype):
 def test_gradients_are_those_of_rows_apart():
     table = tailed(2, KV_BLOCK_SIZE, 3, page=8)
     q, k, v, _ = numbers(table, 8, torch.float64, 4, 2, (5, 3))
-    given_all = [t.requires_grad_() for t in (q, k, v)]
-    together = torch.autograd.grad(attend_paged(q, k, v, table, scale=0.5)[0].square().sum(), given_all)
-    apart = [torch.zeros_like(t) for t in given_all]
+    values = [t.requires_grad_() for t in (q, k, v)]
+    together = torch.autograd.grad(attend_paged(q, k, v, table, scale=0.5)[0].square().sum(), values)
+    separate = [torch.zeros_like(t) for t in values]
     for row in range(2):
         o, _ = attend_paged(q[row : row + 1], k, v, table[row : row + 1], scale=0.5)
-        apart = [a + g for a, g in zip(apart, torch.autograd.grad(o.square().sum(), given_all), strict=True)]
-    for ours, theirs in zip(together, apart, strict=True):
+        separate = [a + g for a, g in zip(separate, torch.autograd.grad(o.square().sum(), values), strict=True)]
+    for ours, theirs in zip(together, separate, strict=True):
         check_close(ours, theirs)
 
 
@@ -337,8 +337,8 @@ def test_products_are_counted_for_every_row():
 
 def together(pool: PagePool, cache: hw.KVCache) -> int:
     """How many rows read something together, in the last step of a cache."""
-    told = cache._seats.accesses[0].held_pages._placed
-    return max(len(rows) for job in planned(told.table.contiguous(), pool.paging.groups[0].page) for rows, _ in job)
+    _placed = cache._paged_batch.accesses[0].row_pages._placed
+    return max(len(rows) for job in planned(_placed.table.contiguous(), pool.paging.groups[0].page) for rows, _ in job)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -361,7 +361,7 @@ def test_rows_that_fork_read_as_one_pass_reads(name, first, more, page, order):
         texts = [torch.cat([texts[n], own]) for n, own in zip(taken, new, strict=True)]
         for _ in range(2):
             new = torch.randn(len(taken), 1, MODEL, dtype=torch.float64)
-            texts = [torch.cat(told) for told in zip(texts, new, strict=True)]
+            texts = [torch.cat(value) for value in zip(texts, new, strict=True)]
             ours = decode_step(layer, cache, new, "paged")
             for row, text in zip(ours, texts, strict=True):
                 check_close(row, last_output_in_one_pass(layer, text))

@@ -18,15 +18,15 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def formula(s: Tensor, seen: Tensor, alpha: Tensor, v: Tensor) -> Tensor:
+def formula(s: Tensor, recorded: Tensor, alpha: Tensor, v: Tensor) -> Tensor:
     """All weights, by the plain form of the same part with an alpha for each head, times all values."""
-    weights = [plain(s[:, h : h + 1], seen, alpha[h]) for h in range(s.shape[1])]
+    weights = [plain(s[:, h : h + 1], recorded, alpha[h]) for h in range(s.shape[1])]
     return torch.cat(weights, 1) @ v[:, OF[: s.shape[1]]]
 
 
-def plain(s: Tensor, seen: Tensor, alpha: Tensor) -> Tensor:
+def plain(s: Tensor, recorded: Tensor, alpha: Tensor) -> Tensor:
     """w = [(alpha - 1) s - tau]_+ ^ (1 / (alpha - 1)): tau by halving, and one Newton step for its gradient."""
-    x = ((alpha - 1) * s).masked_fill(~seen, -torch.inf)
+    x = ((alpha - 1) * s).masked_fill(~recorded, -torch.inf)
     power, top = 1 / (alpha - 1), x.detach().amax(-1, keepdim=True)
     with torch.no_grad():
         low = (top - 1).nan_to_num(neginf=0.0)
@@ -52,17 +52,17 @@ def test_outputs_and_all_gradients(sizes, alphas, spread):
     b, h, t, keys, wide = (sizes[letter] for letter in "bhtsv")
     s, v = (numbers(b, h, t, keys) * 3.0**spread).requires_grad_(), numbers(b, 2, keys, wide).requires_grad_()
     alpha = torch.tensor(alphas[:h], dtype=torch.float64).requires_grad_()
-    seen = torch.rand(b, 1, t, keys) < 0.7
+    sample = torch.rand(b, 1, t, keys) < 0.7
     ours, theirs = (
-        row_normalisers.masked_entmax(s, seen, alpha, v, OF[:h])[0],
-        formula(s, seen, alpha, v) if t * keys else None,
+        row_normalisers.masked_entmax(s, sample, alpha, v, OF[:h])[0],
+        formula(s, sample, alpha, v) if t * keys else None,
     )
     if theirs is None:
         assert torch.equal(ours, torch.zeros(b, h, t, wide, dtype=torch.float64))
         return
     check_close(ours, theirs, rtol=1e-8, atol=1e-9)
     grad = numbers(b, t, h, wide).transpose(1, 2)
-    mine, expected = (torch.autograd.grad(made, (s, v, alpha), grad) for made in (ours, theirs))
+    mine, expected = (torch.autograd.grad(built, (s, v, alpha), grad) for built in (ours, theirs))
     for one, other, size in zip(mine, expected, (1, 1, 1e3), strict=True):
         check_close(one, other, rtol=1e-6, atol=1e-8 * size)
 
@@ -71,11 +71,11 @@ def test_outputs_and_all_gradients(sizes, alphas, spread):
 @pytest.mark.parametrize("alpha", [1.1, 1.5, 2.0, 3.0])
 def test_outputs_equal_the_product_of_weights_and_values(alpha, dtype):
     s, v = (numbers(2, 4, 9, 67) * 2).to(dtype), numbers(2, 2, 67, 21).to(dtype)
-    seen = torch.rand(2, 1, 9, 67) < 0.8
-    seen[1, :, 3] = False
+    sample = torch.rand(2, 1, 9, 67) < 0.8
+    sample[1, :, 3] = False
     alphas = s.new_full((4,), alpha)
-    w = row_normalisers.masked_entmax(s, seen, alphas, None, [])[0]
-    ours = row_normalisers.masked_entmax(s, seen, alphas, v, OF)[0]
+    w = row_normalisers.masked_entmax(s, sample, alphas, None, [])[0]
+    ours = row_normalisers.masked_entmax(s, sample, alphas, v, OF)[0]
     check_close(ours, w @ v[:, OF], rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-6)
     assert (ours[1, :, 3] == 0).all()
 
@@ -110,13 +110,13 @@ def test_nan_reaches_every_output_that_depends_on_it(keys):
 
 
 def test_threads_change_no_number():
-    s, v, seen = numbers(2, 4, 50, 130), numbers(2, 2, 130, 20), torch.rand(2, 1, 50, 130) < 0.7
+    s, v, sample = numbers(2, 4, 50, 130), numbers(2, 2, 130, 20), torch.rand(2, 1, 50, 130) < 0.7
     s, v, alpha = s.requires_grad_(), v.requires_grad_(), s.new_tensor([1.2, 1.5, 1.8, 2.0]).requires_grad_()
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        o, kept = row_normalisers.masked_entmax(s, seen, alpha, v, OF)
-        found.append([o, kept, *torch.autograd.grad(o.sin().sum(), (s, v, alpha))])
+        o, values = row_normalisers.masked_entmax(s, sample, alpha, v, OF)
+        found.append([o, values, *torch.autograd.grad(o.sin().sum(), (s, v, alpha))])
     torch.set_num_threads(1)
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
@@ -145,9 +145,9 @@ def test_bfloat16_is_as_good_as_plain():
     truth = exact(x.double())
     found = {}
     for layer.backend_name in ("chunked", "dense"):
-        made = layer(x)
-        assert made.dtype == torch.bfloat16
-        found[layer.backend_name] = (made.double() - truth).abs().max()
+        outputs = layer(x)
+        assert outputs.dtype == torch.bfloat16
+        found[layer.backend_name] = (outputs.double() - truth).abs().max()
     assert found["chunked"] <= 2 * found["dense"]
 
 
@@ -156,15 +156,15 @@ def test_saved_bytes_grow_linearly_with_length():
     peaks = []
     for count in (512, 1024):
         layer = hw.Attention(base(normaliser=hw.Entmax(kind="learned"), pattern="causal"), backend="chunked")
-        held: list[int] = []
+        recorded: list[int] = []
 
-        def keep(tensor: Tensor, held: list[int] = held) -> Tensor:
-            held.append(tensor.untyped_storage().nbytes())
+        def keep(tensor: Tensor, tensors: list[int] = recorded) -> Tensor:
+            tensors.append(tensor.untyped_storage().nbytes())
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             layer(torch.randn(1, count, 10, requires_grad=True)).sum().backward()
-        peaks.append(max(held))
+        peaks.append(max(recorded))
     assert peaks[1] <= 2 * peaks[0]
 
 
@@ -172,7 +172,7 @@ GATHERS = "does not read the values of keys with zero weight"
 
 
 @pytest.mark.parametrize(
-    ("words", "dtype", "said"),
+    ("words", "dtype", "value"),
     [
         ({}, "float32", [GATHERS]),
         ({}, "bf16", [GATHERS]),
@@ -188,9 +188,9 @@ GATHERS = "does not read the values of keys with zero weight"
     ],
     ids=str,
 )
-def test_why_reports_the_gathered_values(words, dtype, said):
+def test_why_reports_the_gathered_values(words, dtype, value):
     reasons = hw.why(base(**{"normaliser": hw.Entmax(), **words}), dtype=dtype)
-    assert reasons.call.notes["chunked"] == said
+    assert reasons.call.notes["chunked"] == value
     assert reasons.call.notes["dense"] == []
-    assert (GATHERS in " ".join(str(reasons).split())) == bool(said)
-    assert next(row["notes"] for row in reasons.data["backends"] if row["name"] == "chunked") == said
+    assert (GATHERS in " ".join(str(reasons).split())) == bool(value)
+    assert next(row["notes"] for row in reasons.data["backends"] if row["name"] == "chunked") == value

@@ -23,14 +23,14 @@ EDGES = [(1, 1), (3, 15), (4, 16), (5, 17), (16, 4), (17, 33), (63, 64), (0, 3),
 def plain(q, k, v, where, causal: bool, scale: float):
     """Each text by itself, in tensor operations."""
     o, each = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype), q.shape[1] // k.shape[1]
-    for first, asks, begin, keys in where.tolist():
-        own, read = slice(first, first + asks), slice(begin, begin + keys)
+    for first, value, begin, keys in where.tolist():
+        own, read = slice(first, first + value), slice(begin, begin + keys)
         s = torch.einsum("thk,shk->hts", q[own], k[read].repeat_interleave(each, 1)) * scale
         if causal:
-            s = s.masked_fill(torch.arange(keys) > torch.arange(asks)[:, None], -torch.inf)
+            s = s.masked_fill(torch.arange(keys) > torch.arange(value)[:, None], -torch.inf)
         w = s.softmax(-1) if keys else s
         o = o.index_copy(
-            0, torch.arange(first, first + asks), torch.einsum("hts,shv->thv", w, v[read].repeat_interleave(each, 1))
+            0, torch.arange(first, first + value), torch.einsum("hts,shv->thv", w, v[read].repeat_interleave(each, 1))
         )
     return o
 
@@ -38,9 +38,9 @@ def plain(q, k, v, where, causal: bool, scale: float):
 def given_of(lengths, sizes, dtype=torch.float64, spare: int = 0):
     """q, k, v and where texts of these lengths lie in them, `spare` tokens behind the last."""
     heads, groups, dim, vdim = sizes
-    asks, keys = zip(*lengths, strict=True)
-    first, begin = ([0, *accumulate(each)] for each in (asks, keys))
-    where = torch.tensor([*zip(first, asks, begin, keys, strict=False)])
+    values, keys = zip(*lengths, strict=True)
+    first, begin = ([0, *accumulate(each)] for each in (values, keys))
+    where = torch.tensor([*zip(first, values, begin, keys, strict=False)])
     shapes = ((first[-1] + spare, heads, dim), (begin[-1] + spare, groups, dim), (begin[-1] + spare, groups, vdim))
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes], where
 
@@ -127,59 +127,59 @@ def test_products_are_counted():
 
 def test_shapes_are_known_without_numbers():
     (q, k, v), where = given_of([(3, 5), (2, 7)], (4, 2, 16, 32))
-    told = ([q, k, v], where, 7, False, 1.0)
-    found = torch.library.opcheck(torch.ops.headwise.varlen_attention, told, test_utils="test_faketensor")
+    arguments = ([q, k, v], where, 7, False, 1.0)
+    found = torch.library.opcheck(torch.ops.headwise.varlen_attention, arguments, test_utils="test_faketensor")
     assert found == {"test_faketensor": "SUCCESS"}
 
 
 def called(layer, x, tokens, monkeypatch) -> bool:
     """Whether a call runs the kernel."""
-    before, seen = varlen.attend_varlen, []
+    before, recorded = varlen.attend_varlen, []
 
-    def told(*given):
-        seen.append(given)
-        return before(*given)
+    def record_call(*args):
+        recorded.append(args)
+        return before(*args)
 
-    monkeypatch.setattr(varlen, "attend_varlen", told)
+    monkeypatch.setattr(varlen, "attend_varlen", record_call)
     layer(x, sequence=tokens)
-    return bool(seen)
+    return bool(recorded)
 
 
 def test_plain_and_short_texts_are_supported(monkeypatch):
-    told, x = SequenceInfo.packed([[3, 4]]), torch.randn(1, 7, 8)
+    sequence, x = SequenceInfo.packed([[3, 4]]), torch.randn(1, 7, 8)
 
-    def of(**said):
-        return hw.Attention(hw.design(model=8, heads=2, **said))
+    def of(**options):
+        return hw.Attention(hw.design(model=8, heads=2, **options))
 
-    assert called(of(pattern="causal"), x, told, monkeypatch)
-    assert called(of(kv=1, modifiers=(hw.Rotary(),)), x, told, monkeypatch)
+    assert called(of(pattern="causal"), x, sequence, monkeypatch)
+    assert called(of(kv=1, modifiers=(hw.Rotary(),)), x, sequence, monkeypatch)
     for other in (
         of(pattern="window(3)"),
         of(modifiers=(hw.Alibi(),)),
         of(normaliser=hw.SinkSoftmax()),
         of(modifiers=(hw.TalkingHeads(),)),
     ):
-        assert not called(other, x, told, monkeypatch)
+        assert not called(other, x, sequence, monkeypatch)
     layer = of()
     layer.backend_name = "sdpa"
-    assert not called(layer, x, told, monkeypatch)
+    assert not called(layer, x, sequence, monkeypatch)
     for longest, whole in ((varlen.MAX_KERNEL_LENGTH, True), (varlen.MAX_KERNEL_LENGTH + 1, False)):
         row = SequenceInfo.packed([[longest, 2]])
         assert called(of(), torch.randn(1, row.count, 8), row, monkeypatch) == whole
 
 
 def test_no_attention_weights_are_saved():
-    def kept(length: int) -> int:
-        layer, held = hw.Attention(hw.design(model=16, heads=2)), dict[int, int]()
-        told = SequenceInfo.packed([[length] * (256 // length)])
+    def saved_bytes(length: int) -> int:
+        layer, stored = hw.Attention(hw.design(model=16, heads=2)), dict[int, int]()
+        sequence = SequenceInfo.packed([[length] * (256 // length)])
 
         def keep(tensor):
-            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            stored[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            y = layer(torch.randn(1, 256, 16, requires_grad=True), sequence=told)
+            y = layer(torch.randn(1, 256, 16, requires_grad=True), sequence=sequence)
         assert y.requires_grad
-        return sum(held.values())
+        return sum(stored.values())
 
-    assert kept(128) <= kept(4)  # where texts lie takes some bytes too
+    assert saved_bytes(128) <= saved_bytes(4)  # where texts lie takes some bytes too

@@ -36,26 +36,26 @@ from headwise.model_spec import (
 )
 from support.layer_cases import EXAMPLES
 
-SPOKEN = {name: getattr(model_spec, name) for name in model_spec.__all__}
+NAMESPACE = {name: getattr(model_spec, name) for name in model_spec.__all__}
 
 
-def spec(**said: Any) -> hw.AttentionSpec:
-    return hw.design(**({"model": 10, "heads": 6, "dim": 4, "kv": 2} | said))
+def spec(**options: Any) -> hw.AttentionSpec:
+    return hw.design(**({"model": 10, "heads": 6, "dim": 4, "kv": 2} | options))
 
 
 LOCAL, FULL = spec(pattern="window(3)"), spec(pattern="causal()")
 
 
-def block(attention: Any = FULL, **said: Any) -> BlockSpec:
-    return BlockSpec(attention, **({"feed": FeedForwardSpec(7)} | said))
+def block(attention: Any = FULL, **options: Any) -> BlockSpec:
+    return BlockSpec(attention, **({"feed": FeedForwardSpec(7)} | options))
 
 
-def stack(*blocks: BlockSpec, name: str = "decoder", model: int = 10, **said: Any) -> StackSpec:
-    return StackSpec.from_blocks(name, model, blocks, **said)
+def stack(*blocks: BlockSpec, name: str = "decoder", model: int = 10, **options: Any) -> StackSpec:
+    return StackSpec.from_blocks(name, model, blocks, **options)
 
 
-def decoder(*blocks: BlockSpec, **said: Any) -> ModelSpec:
-    return ModelSpec("small", "decoder", (stack(*blocks, embedding=EmbeddingSpec(11)),), **said)
+def decoder(*blocks: BlockSpec, **options: Any) -> ModelSpec:
+    return ModelSpec("small", "decoder", (stack(*blocks, embedding=EmbeddingSpec(11)),), **options)
 
 
 def shapes(piece: Any, model: int = 10) -> dict[str, tuple[int, ...]]:
@@ -172,8 +172,8 @@ def test_a_feed_forward_equals_torch_modules():
     for gated in ("plain", "gated"):
         maps = {"up": (10, 7), "down": (7, 10)} | ({"gate": (10, 7)} if gated == "gated" else {})
         linear = {name: torch.nn.Linear(*sizes) for name, sizes in maps.items()}
-        made = shapes(FeedForwardSpec(7, form=gated, bias="ugd" if gated == "gated" else "ud"))
-        assert made == {name: tuple(of.weight.shape) for name, of in linear.items()} | {
+        built = shapes(FeedForwardSpec(7, form=gated, bias="ugd" if gated == "gated" else "ud"))
+        assert built == {name: tuple(of.weight.shape) for name, of in linear.items()} | {
             f"{name}_bias": tuple(of.bias.shape) for name, of in linear.items()
         }
 
@@ -208,11 +208,11 @@ def test_vaswani_in_both_sizes_is_torch_nn_transformer(model: int, heads: int, h
     both = StackSpec.from_blocks(
         "decoder", model, [BlockSpec(past, every, feed, placement="post")] * 6, norm=NormSpec()
     )
-    told = costs.count_parameters(ModelSpec("vaswani", "encoder-decoder", (encoder, both)))
+    num_params = costs.count_parameters(ModelSpec("vaswani", "encoder-decoder", (encoder, both)))
     with torch.device("meta"):
-        made = torch.nn.Transformer(model, heads, 6, 6, hidden, batch_first=True).state_dict()
-    assert told == sum(math.prod(tensor.shape) for tensor in made.values())
-    assert model > 512 or told == 44_140_544
+        state = torch.nn.Transformer(model, heads, 6, 6, hidden, batch_first=True).state_dict()
+    assert num_params == sum(math.prod(tensor.shape) for tensor in state.values())
+    assert model > 512 or num_params == 44_140_544
 
 
 def test_numbers_beyond_any_machine_are_exact():
@@ -275,16 +275,16 @@ SCHEDULED = hw.design(model=12, heads=2, modifiers=(hw.Differential(),))
 
 
 def test_a_stack_places_schedules_by_depth():
-    made = StackSpec.from_blocks("decoder", 12, [BlockSpec(SCHEDULED, SCHEDULED)] * 3)
+    built = StackSpec.from_blocks("decoder", 12, [BlockSpec(SCHEDULED, SCHEDULED)] * 3)
     depths = [
         tuple(s.modifiers[0].depth for s in layer.attention_specs.values())  # pyright: ignore[reportAttributeAccessIssue] - it is one
-        for layer in made.layers
+        for layer in built.layers
     ]
     assert depths == [(0, 0), (1, 1), (2, 2)]
-    assert StackSpec.from_blocks("decoder", 12, made.layers) == made
+    assert StackSpec.from_blocks("decoder", 12, built.layers) == built
     near = StackSpec.from_blocks("decoder", 12, [BlockSpec(ApproximateAttention(SCHEDULED, "so"))] * 2)
     assert [layer.attention_specs["attention"] for layer in near.layers] == [
-        layer.attention_specs["attention"] for layer in made.layers[:2]
+        layer.attention_specs["attention"] for layer in built.layers[:2]
     ]
 
 
@@ -298,9 +298,9 @@ def test_an_unplaced_schedule_is_refused_with_the_reason():
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_example_stands_in_a_stack(name: str):
     attention = EXAMPLES[name]
-    made = StackSpec.from_blocks("decoder", attention.model, [BlockSpec(attention)] * 3)
-    assert len(made.layers) == 3
-    model = ModelSpec(name, "decoder", (made,))
+    built = StackSpec.from_blocks("decoder", attention.model, [BlockSpec(attention)] * 3)
+    assert len(built.layers) == 3
+    model = ModelSpec(name, "decoder", (built,))
     assert model_spec.from_toml(model_spec.to_toml(model)) == model
 
 
@@ -308,9 +308,9 @@ def test_every_example_stands_in_a_stack(name: str):
 
 
 def test_a_pattern_of_layers_is_one_run():
-    made = stack(*[block(LOCAL), block(LOCAL), block()] * 4, block(LOCAL))
-    assert [(run.times, len(run.blocks)) for run in made.runs] == [(4, 3), (1, 1)]
-    assert made == StackSpec("decoder", 10, (LayerRun(1, made.layers),))
+    built = stack(*[block(LOCAL), block(LOCAL), block()] * 4, block(LOCAL))
+    assert [(run.times, len(run.blocks)) for run in built.runs] == [(4, 3), (1, 1)]
+    assert built == StackSpec("decoder", 10, (LayerRun(1, built.layers),))
 
 
 @given(st.lists(st.integers(0, 2), max_size=30))
@@ -326,7 +326,7 @@ def test_runs_are_the_layers_however_they_repeat(kinds: list[int]):
 def test_text_is_read_back_as_the_same_model(model: ModelSpec):
     assert model_spec.from_toml(str(model)) == model
     assert model_spec.from_json(model_spec.to_json(model)) == model
-    assert eval(repr(model), SPOKEN | vars(hw)) == model
+    assert eval(repr(model), NAMESPACE | vars(hw)) == model
     assert hash(model) == hash(model_spec.from_toml(str(model)))
 
 
@@ -361,9 +361,9 @@ def check_refused(does: str, words: str, **named: object) -> None:
     """`does` ends in one error of one line whose message holds these words, ` .. ` between them."""
     with pytest.raises(hw.SpecError) as caught:
         eval(does, globals() | named)
-    said = str(caught.value)
-    assert re.search(".*".join(re.escape(word) for word in words.split(" .. ")), said), said
-    assert "\n" not in said
+    message = str(caught.value)
+    assert re.search(".*".join(re.escape(word) for word in words.split(" .. ")), message), message
+    assert "\n" not in message
 
 
 PIECES = """
@@ -427,8 +427,8 @@ def test_an_impossible_piece_is_refused(does: str, words: str):
     check_refused(does, words)
 
 
-def config(family: str, **said: Any) -> ModelSpec:
-    return families.read_model_spec({"model_type": family, "num_hidden_layers": 2} | said)
+def config(family: str, **options: Any) -> ModelSpec:
+    return families.read_model_spec({"model_type": family, "num_hidden_layers": 2} | options)
 
 
 CONFIGS = """
@@ -516,8 +516,8 @@ def test_numbers_of_a_config_are_exact():
 
 
 def test_omissions_are_noted():
-    said = {"auto_map": {"AutoModel": "x.Y"}, "quantization_config": {"bits": 4}, "num_nextn_predict_layers": 1}
-    notes = "\n".join(config("deepseek_v3", architectures=["DeepseekV3Model"], **said).notes)
+    options = {"auto_map": {"AutoModel": "x.Y"}, "quantization_config": {"bits": 4}, "num_nextn_predict_layers": 1}
+    notes = "\n".join(config("deepseek_v3", architectures=["DeepseekV3Model"], **options).notes)
     for word in ("auto_map names code", "quantization_config", "num_nextn_predict_layers", "n_group"):
         assert (word in notes) == (word != "n_group")
     assert "n_group" in "\n".join(config("deepseek_v3", n_group=8).notes)

@@ -82,8 +82,8 @@ def test_a_folder_matches_its_manifest(folder: Path):
     assert str(bp.ModelTable(described())) in page
     assert read_tokenizer(folder) == words()
     assert families.read_model_spec(folder) == described()
-    held = safetensors.torch.load_file(folder / WEIGHTS_FILE)
-    assert {name: tuple(t.shape) for name, t in held.items()} == described().shapes()
+    tensors = safetensors.torch.load_file(folder / WEIGHTS_FILE)
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == described().shapes()
 
 
 def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path: Path):
@@ -124,13 +124,13 @@ def failing(patch: pytest.MonkeyPatch, at: int, error: BaseException) -> list[st
     done: list[str] = []
 
     def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def told(*args: Any, **said: Any) -> Any:
+        def failing_call(*args: Any, **options: Any) -> Any:
             done.append(name)
             if len(done) == at:
                 raise error
-            return call(*args, **said)
+            return call(*args, **options)
 
-        return told
+        return failing_call
 
     for module, name in CALLS:
         patch.setattr(module, name, wrapped(name, getattr(module, name)))
@@ -170,12 +170,12 @@ def test_whatever_fails_a_whole_model_is_there(folder: Path, error: BaseExceptio
         check_whole(place, old, new)
         hw.save(new, place, tokenizer=words())
         assert check_whole(place, old, new) == "new"
-        assert sorted(path.name for path in place.iterdir() if path.suffix != ".tmp") == KEPT
+        assert sorted(path.name for path in place.iterdir() if path.suffix != ".tmp") == MODEL_FILES
         shutil.rmtree(place)
     assert set(outcomes) == {"old", "new"}
 
 
-KEPT = sorted([MANIFEST_FILE, MODEL_CARD_FILE, TOKENIZER_FILE, WEIGHTS_FILE])
+MODEL_FILES = sorted([MANIFEST_FILE, MODEL_CARD_FILE, TOKENIZER_FILE, WEIGHTS_FILE])
 
 
 def check_whole(folder: Path, old: hw.Transformer, new: hw.Transformer) -> str:
@@ -194,22 +194,28 @@ def resaved(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     """Other tensors under a checksum that fits them."""
     import hashlib
 
-    held = safetensors.torch.load_file(folder / WEIGHTS_FILE)
-    change(held)
-    data = safetensors.torch.save(held)
+    tensors = safetensors.torch.load_file(folder / WEIGHTS_FILE)
+    change(tensors)
+    data = safetensors.torch.save(tensors)
     (folder / WEIGHTS_FILE).write_bytes(data)
-    told = ModelManifest.from_toml((folder / MANIFEST_FILE).read_text(), "")
-    checksums = dict(told.checksums) | {WEIGHTS_FILE: hashlib.sha256(data).hexdigest()}
-    (folder / MANIFEST_FILE).write_text(str(told._replace(checksums=checksums)))
+    result = ModelManifest.from_toml((folder / MANIFEST_FILE).read_text(), "")
+    checksums = dict(result.checksums) | {WEIGHTS_FILE: hashlib.sha256(data).hexdigest()}
+    (folder / MANIFEST_FILE).write_text(str(result._replace(checksums=checksums)))
 
 
 ROUTER = "decoder.1.feed.router"
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "missing": (lambda held: held.pop(ROUTER), f"{ROUTER} is missing"),
-    "strange": (lambda held: held.update(extra=torch.ones(2)), "extra is not a tensor of this model"),
-    "shape": (lambda held: held.update({ROUTER: torch.ones(2, 12)}), rf"{ROUTER} is \[2, 12\], expected \[3, 12\]"),
-    "whole": (lambda held: held.update({ROUTER: torch.ones(3, 12).long()}), f"{ROUTER} is torch.int64"),
-    "mixed": (lambda held: held.update({ROUTER: torch.ones(3, 12).double()}), "torch.float32, torch.float64; save"),
+    "missing": (lambda tensors: tensors.pop(ROUTER), f"{ROUTER} is missing"),
+    "strange": (lambda tensors: tensors.update(extra=torch.ones(2)), "extra is not a tensor of this model"),
+    "shape": (
+        lambda tensors: tensors.update({ROUTER: torch.ones(2, 12)}),
+        rf"{ROUTER} is \[2, 12\], expected \[3, 12\]",
+    ),
+    "whole": (lambda tensors: tensors.update({ROUTER: torch.ones(3, 12).long()}), f"{ROUTER} is torch.int64"),
+    "mixed": (
+        lambda tensors: tensors.update({ROUTER: torch.ones(3, 12).double()}),
+        "torch.float32, torch.float64; save",
+    ),
 }
 
 
@@ -272,8 +278,8 @@ def test_a_harmed_folder_is_refused_in_one_line(folder: Path, what: str):
 
 
 def test_garbage_under_a_good_checksum_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(safetensors.torch, "save", lambda held: b"no tensors at all")
-    resaved(folder, lambda held: None)
+    monkeypatch.setattr(safetensors.torch, "save", lambda tensors: b"no tensors at all")
+    resaved(folder, lambda tensors: None)
     with pytest.raises(hw.SpecError, match="is not a safetensors file"):
         hw.load(folder)
 
@@ -328,8 +334,8 @@ def test_a_table_is_the_whole_model(name: str):
     """Nothing twice and nothing missing, in 80 columns, with a sum that is the sum of its rows."""
     model = families.read_model_spec({"model_type": name})
     table = bp.ModelTable(model)
-    told = tabled(table.to_dict)
-    assert sorted(told) == sorted((w.name, list(w.shape), w.trainable) for w in model.weights())
+    result = tabled(table.to_dict)
+    assert sorted(result) == sorted((w.name, list(w.shape), w.trainable) for w in model.weights())
     text = str(table)
     assert max(map(len, text.splitlines())) <= 80
     assert text.count("\n") < 160

@@ -24,15 +24,15 @@ CAUSAL = hw.design(model=MODEL, heads=3, kv=1, pattern="causal()", bias="qkvo")
 FULL = hw.design(model=MODEL, heads=3)
 
 
-def stack(*blocks: bp.BlockSpec, name: str = "decoder", **said: Any) -> bp.StackSpec:
+def stack(*blocks: bp.BlockSpec, name: str = "decoder", **options: Any) -> bp.StackSpec:
     usual = {"embedding": bp.EmbeddingSpec(WORDS, positions=bp.PositionSpec("learned", 9)), "norm": bp.NormSpec()}
-    return bp.StackSpec.from_blocks(name, MODEL, blocks, **(usual | said))
+    return bp.StackSpec.from_blocks(name, MODEL, blocks, **(usual | options))
 
 
 def model(
-    *blocks: bp.BlockSpec, heads: tuple[bp.OutputHeadSpec, ...] = (bp.OutputHeadSpec("tokens", WORDS),), **said: Any
+    *blocks: bp.BlockSpec, heads: tuple[bp.OutputHeadSpec, ...] = (bp.OutputHeadSpec("tokens", WORDS),), **options: Any
 ) -> bp.ModelSpec:
-    return bp.ModelSpec("small", "decoder", (stack(*blocks, **said),), heads)
+    return bp.ModelSpec("small", "decoder", (stack(*blocks, **options),), heads)
 
 
 BLOCK = bp.BlockSpec(CAUSAL, feed=bp.FeedForwardSpec(17))
@@ -50,9 +50,9 @@ MERGING = bp.BlockSpec(cross=FULL, feed=bp.FeedForwardSpec(17), form="merged")
 MERGED = replace(PAIR, stacks=(PAIR.stacks[0], stack(MERGING, MERGING)))
 
 
-def built(described: bp.ModelSpec, **said: Any) -> hw.Transformer:
+def built(described: bp.ModelSpec, **options: Any) -> hw.Transformer:
     """In float64, every number one that matters."""
-    net = hw.build(described, **said).double().eval()
+    net = hw.build(described, **options).double().eval()
     with torch.no_grad():
         for p in net.parameters():
             p.add_(torch.randn(p.shape, dtype=p.dtype) * 0.3)
@@ -201,9 +201,9 @@ def test_a_row_of_several_texts_cannot_be_read_as_a_whole():
 # --- what enters ---------------------------------------------------------------------------------------
 
 
-def vision(**said: Any) -> bp.ModelSpec:
+def vision(**options: Any) -> bp.ModelSpec:
     block = bp.BlockSpec(FULL, feed=bp.FeedForwardSpec(17))
-    one = bp.StackSpec.from_blocks("encoder", MODEL, [block], embedding=bp.EmbeddingSpec(**said))
+    one = bp.StackSpec.from_blocks("encoder", MODEL, [block], embedding=bp.EmbeddingSpec(**options))
     return bp.ModelSpec("eye", "vision", (one,), (bp.OutputHeadSpec("classes", 3, "mean"),))
 
 
@@ -249,37 +249,37 @@ def test_token_types_default_to_the_first():
 # --- feed-forwards -------------------------------------------------------------------------------------
 
 
-def brute(told: bp.ExpertsSpec, p: Any, x: Tensor) -> Tensor:
+def brute(experts_spec: bp.ExpertsSpec, p: Any, x: Tensor) -> Tensor:
     """One token after the other, by the definition."""
     out = []
     for row in x.flatten(0, 1):
-        logits = p.router @ row + (p.router_bias if told.bias == "learned" else 0)
-        score = {"softmax": logits.softmax(0), "chosen": logits, "sigmoid": logits.sigmoid()}[told.scores]
-        seen = score + (p.router_bias if told.bias == "constant" else 0)
-        best = sorted(range(told.count), key=lambda expert: -seen[expert])[: told.active]
+        logits = p.router @ row + (p.router_bias if experts_spec.bias == "learned" else 0)
+        score = {"softmax": logits.softmax(0), "chosen": logits, "sigmoid": logits.sigmoid()}[experts_spec.scores]
+        visible = score + (p.router_bias if experts_spec.bias == "constant" else 0)
+        best = sorted(range(experts_spec.count), key=lambda expert: -visible[expert])[: experts_spec.active]
         share = score[best]
-        share = {"softmax": share, "chosen": share.softmax(0), "sigmoid": share / share.sum()}[told.scores]
+        share = {"softmax": share, "chosen": share.softmax(0), "sigmoid": share / share.sum()}[experts_spec.scores]
         y = torch.zeros_like(row)
         for weight, expert in zip(share, best, strict=True):
             gate, up = (getattr(p.each, name)[expert] @ row for name in ("gate", "up"))
             inner = F.silu(gate + p.each.gate_bias[expert]) * up
-            y = y + told.scale * weight * (p.each.down[expert] @ inner)
+            y = y + experts_spec.scale * weight * (p.each.down[expert] @ inner)
         out.append(y)
     y = torch.stack(out).view(x.shape)
-    return y if told.shared is None else y + F.linear(F.relu(F.linear(x, p.shared.up)), p.shared.down)
+    return y if experts_spec.shared is None else y + F.linear(F.relu(F.linear(x, p.shared.up)), p.shared.down)
 
 
 @pytest.mark.parametrize("bias", ["", "learned", "constant"])
 @pytest.mark.parametrize("scores", ["softmax", "chosen", "sigmoid"])
 def test_experts_follow_their_router(scores: str, bias: str):
     shared = bp.FeedForwardSpec(3, "relu") if bias else None
-    told = bp.ExpertsSpec(bp.FeedForwardSpec(7, "silu", "gated", "g"), 5, 2, shared, scores, bias, scale=1.7)
-    feed = MixtureOfExperts(told, 6).double()
+    experts_spec = bp.ExpertsSpec(bp.FeedForwardSpec(7, "silu", "gated", "g"), 5, 2, shared, scores, bias, scale=1.7)
+    feed = MixtureOfExperts(experts_spec, 6).double()
     with torch.no_grad():
         for tensor in (*feed.parameters(), *feed.buffers()):
             tensor.copy_(torch.randn(tensor.shape, dtype=tensor.dtype))
     x = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
-    expected = brute(told, feed, x)
+    expected = brute(experts_spec, feed, x)
     share, chosen = feed.route(x.flatten(0, 1))
     for run in (feed._run_chosen_experts, feed._run_all_experts):
         y = run(x.flatten(0, 1), share, chosen).view(x.shape) + (0 if feed.shared is None else feed.shared(x))
@@ -337,11 +337,11 @@ def test_dropout_acts_in_training_alone_and_where_it_should():
     x = ids()
     assert not torch.equal(net(x), net(x))
     assert torch.equal(net.eval()(x), net(x))
-    seen: list[int] = []
+    recorded: list[int] = []
     drop = dropout
 
     def counted(h: Tensor, rate: float, training: bool) -> Tensor:
-        seen.append(h.shape[-1])
+        recorded.append(h.shape[-1])
         assert (rate, training) == (0.5, True)
         return drop(h, rate, training)
 
@@ -350,7 +350,7 @@ def test_dropout_acts_in_training_alone_and_where_it_should():
             patch.setattr(place, "dropout", counted)
         net.train()(x)
     each = [MODEL, 17, MODEL]  # behind the attention, inside the feed-forward, behind it
-    assert seen == [MODEL, *each, *each]  # and behind the embedding
+    assert recorded == [MODEL, *each, *each]  # and behind the embedding
 
 
 def test_checkpointing_recomputes_activations():
@@ -392,15 +392,15 @@ def test_forward_of_two_stacks_is_one_graph():
     check_one_graph(built(short), x, sequence=hw.SequenceInfo.from_batch(x, lengths=[7, 3, 5]), source=ids(3, 5))
 
 
-def check_one_graph(net: hw.Transformer, x: Tensor, **said: Any) -> None:
+def check_one_graph(net: hw.Transformer, x: Tensor, **options: Any) -> None:
     torch.compiler.reset()
     compiled = torch.compile(net, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x, **said), net(x, **said))
+    torch.testing.assert_close(compiled(x, **options), net(x, **options))
 
 
 def test_probes_look_into_attentions_by_name():
     net = built(PAIR)
-    probe, ledger = hw.Probe("weights"), hw.AuxLosses()
+    probe, aux_losses = hw.Probe("weights"), hw.AuxLosses()
     net.probes = {"decoder.1.cross": probe}
     x, source = ids(), ids(3, 5)
     net(x, source=source)
@@ -409,10 +409,10 @@ def test_probes_look_into_attentions_by_name():
         net.probes = {"decoder.1.cros": probe}
     spec = replace(CAUSAL, modifiers=(hw.Routed(always=1, active=1),))
     net = built(model(bp.BlockSpec(spec)))
-    net.probes = {"decoder.0.attention": hw.Probe(aux_losses=ledger)}
+    net.probes = {"decoder.0.attention": hw.Probe(aux_losses=aux_losses)}
     with torch.no_grad():
         net(x)
-    assert float(ledger.total("balance")) > 0
+    assert float(aux_losses.total("balance")) > 0
 
 
 # --- how they start ------------------------------------------------------------------------------------
@@ -478,9 +478,9 @@ def test_the_usual_start():
 def test_encoder_outputs_are_reused(described: bp.ModelSpec):
     net = built(described)
     x, source = ids(), ids(3, 5)
-    told = hw.SequenceInfo.from_batch(source, lengths=[5, 2, 3])
-    memory = net.encode(source, sequence=told)
-    got = net(x, source=source, source_sequence=told)
+    sequence = hw.SequenceInfo.from_batch(source, lengths=[5, 2, 3])
+    memory = net.encode(source, sequence=sequence)
+    got = net(x, source=source, source_sequence=sequence)
     torch.testing.assert_close(net(x, source=memory), got)
     for row, length in enumerate((5, 2, 3)):
         torch.testing.assert_close(net(x[row : row + 1], source=source[row : row + 1, :length])[0], got[row])
@@ -512,18 +512,18 @@ def test_a_merged_block_is_the_block_of_attentions():
     merged = hw.MergedAttention(FULL).double().eval()
     merged.cross.load_state_dict(layer.cross.state_dict())
     z, x = (torch.randn(2, count, MODEL, dtype=torch.float64) for count in (5, 7))
-    at, told = hw.SequenceInfo.contiguous(0, 7, "cpu"), hw.SequenceInfo.contiguous(0, 5, "cpu")
+    at, sequence = hw.SequenceInfo.contiguous(0, 7, "cpu"), hw.SequenceInfo.contiguous(0, 5, "cpu")
     normed = layer.cross_norm(x)
     mid = x + merged(normed, source=merged.project_source(z))
     expected = mid + layer.feed(layer.feed_norm(mid))
     from headwise.models.block import LayerInputs
 
-    torch.testing.assert_close(layer(x, LayerInputs(at, None, z, told, {})), expected)
+    torch.testing.assert_close(layer(x, LayerInputs(at, None, z, sequence, {})), expected)
     assert net.cache(batch=2, capacity=1000).nbytes == 2 * 2 * 3 * (4 + 1) * 8  # of 3 heads of 4 a sum and a count
     for wrong in ({"attention": CAUSAL, "cross": FULL}, {}):
         with pytest.raises(hw.SpecError, match="give cross=, and no attention"):
             bp.BlockSpec(**wrong, form="merged")
-    with pytest.raises(hw.SpecError, match="W_V reads the memory and x alike"):
+    with pytest.raises(hw.SpecError, match="W_V projects the source and x"):
         hw.build(
             replace(
                 MERGED,
@@ -591,12 +591,12 @@ def test_unbuildable_specs_give_reasons(described: Any, words: str):
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("options", "words"),
     [({"dropout": 1.0}, "dropout=1.0"), ({"dropout": "much"}, "dropout='much'"), ({"init": "xavir"}, "mean 'xavier'")],
 )
-def test_invalid_build_arguments_give_reasons(said: dict[str, Any], words: str):
+def test_invalid_build_arguments_give_reasons(options: dict[str, Any], words: str):
     with pytest.raises(hw.SpecError, match=words):
-        hw.build(DECODER, **said)
+        hw.build(DECODER, **options)
 
 
 LONG, STRANGE = torch.zeros(1, 10, dtype=torch.int64), torch.tensor([[3, WORDS]])
@@ -643,7 +643,7 @@ def test_an_image_of_other_sizes_is_refused(shape: tuple[int, ...], words: str):
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("options", "words"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"prompt": LONG[:, :0]}, "at least one token"),
@@ -651,9 +651,9 @@ def test_an_image_of_other_sizes_is_refused(shape: tuple[int, ...], words: str):
         ({"sequence": hw.SequenceInfo.from_batch(LONG[:, :3], lengths=[0])}, "all padding"),
     ],
 )
-def test_invalid_cached_calls_give_reasons(said: dict[str, Any], words: str):
+def test_invalid_cached_calls_give_reasons(options: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
-        hw.greedy_decode(hw.build(DECODER), **({"prompt": LONG[:, :3], "max_new_tokens": 2} | said))
+        hw.greedy_decode(hw.build(DECODER), **({"prompt": LONG[:, :3], "max_new_tokens": 2} | options))
 
 
 def test_a_model_without_vocabulary_has_no_token_outputs():

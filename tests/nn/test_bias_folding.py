@@ -26,7 +26,7 @@ TRUE = {
     "gate": {"modifiers": (hw.HeadGate(),)},
 }
 # Where a bias of keys is seen, and why.
-SEEN = {
+NOT_FOLDABLE = {
     "turned afterwards": {"modifiers": (hw.Rotary(),)},
     "normed afterwards": {"modifiers": (hw.QKNorm(),)},
     "bent scores": {"modifiers": (hw.Softcap(0.5),)},
@@ -41,9 +41,9 @@ UNEQUAL = {
 }
 
 
-def built(bias: str, **said: object) -> tuple[hw.Attention, hw.Attention]:
+def built(bias: str, **options: object) -> tuple[hw.Attention, hw.Attention]:
     """A layer with every number random but for the bias, which is zero; and its twin with a random bias."""
-    words = {"model": 10, "heads": 6, "dim": 4, "bias": bias} | said
+    words = {"model": 10, "heads": 6, "dim": 4, "bias": bias} | options
     plain = hw.Attention(hw.design(**words)).double()
     with torch.no_grad():
         for parameter in plain.parameters():
@@ -76,17 +76,17 @@ def gradient(layer: hw.Attention, x: Tensor, bias: str) -> float:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("said", TRUE)
-def test_a_key_bias_does_not_change_the_output(said: str, shape: str):
-    plain, biased = built("k", **SHAPES[shape], **TRUE[said])
+@pytest.mark.parametrize("value", TRUE)
+def test_a_key_bias_does_not_change_the_output(value: str, shape: str):
+    plain, biased = built("k", **SHAPES[shape], **TRUE[value])
     x = numbers(BATCH, TOKENS, 10)
     assert change(plain, biased, x) < ROUNDING
     assert gradient(biased, x, "k") < ROUNDING
 
 
-@pytest.mark.parametrize("why", SEEN)
+@pytest.mark.parametrize("why", NOT_FOLDABLE)
 def test_a_key_bias_changes_the_output(why: str):
-    plain, biased = built("k", **SEEN[why])
+    plain, biased = built("k", **NOT_FOLDABLE[why])
     x = numbers(BATCH, TOKENS, 10)
     assert change(plain, biased, x) > 1e-3
     assert gradient(biased, x, "k") > 1e-3
@@ -123,20 +123,20 @@ def constant(layer: hw.Attention) -> Tensor:
 
 
 UNEVEN = {"uneven": hw.Heads(q=6, kv=3, dim=4, vdim=5, kv_head_of_query=(2, 0, 0, 1, 0, 0))}
-APART = {"values-apart": hw.Heads(q=6, kv=2, dim=4, vdim=5, value_heads=(0, 1, 2, 0, 1, 2))}
+SEPARATE_GROUPS = {"values-apart": hw.Heads(q=6, kv=2, dim=4, vdim=5, value_heads=(0, 1, 2, 0, 1, 2))}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("said", [name for name in TRUE if name != "gate"])
-def test_a_bias_of_values_adds_a_constant(said: str, shape: str):
-    plain, biased = built("v", **SHAPES[shape], **TRUE[said])
+@pytest.mark.parametrize("value", [name for name in TRUE if name != "gate"])
+def test_a_bias_of_values_adds_a_constant(value: str, shape: str):
+    plain, biased = built("v", **SHAPES[shape], **TRUE[value])
     x = numbers(BATCH, TOKENS, 10)
     added = biased(x) - plain(x)
     torch.testing.assert_close(added, constant(biased).expand_as(added), rtol=0, atol=ROUNDING)
     assert added.abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("heads", [*UNEVEN.values(), *APART.values()], ids=[*UNEVEN, *APART])
+@pytest.mark.parametrize("heads", [*UNEVEN.values(), *SEPARATE_GROUPS.values()], ids=[*UNEVEN, *SEPARATE_GROUPS])
 def test_the_constant_follows_the_pattern(heads: hw.Heads):
     spec = hw.AttentionSpec(
         model=10,
@@ -223,25 +223,25 @@ FOLDED = {
 
 @pytest.mark.parametrize("case", FOLDED)
 def test_folding_removes_foldable_biases_and_reports_the_others(case: str):
-    said, inner, outer, stayed = FOLDED[case]
-    layer = hw.Attention(hw.design(**({"model": 10, "heads": 6, "dim": 4, "bias": "qkv"} | said))).double()
+    options, inner, outer, stayed = FOLDED[case]
+    layer = hw.Attention(hw.design(**({"model": 10, "heads": 6, "dim": 4, "bias": "qkv"} | options))).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_()
     folded = hw.fold_bias(layer.spec, layer.state_dict())
     assert (folded.spec.project.bias, folded.spec.merge.bias, tuple(folded.reasons_kept)) == (inner, outer, stayed)
-    twin = hw.Attention(folded.spec).double()
-    twin.load_state_dict(folded.weights)
+    other = hw.Attention(folded.spec).double()
+    other.load_state_dict(folded.weights)
     x = numbers(BATCH, TOKENS, 10)
-    torch.testing.assert_close(twin(x), layer(x), rtol=0, atol=1e-11)
+    torch.testing.assert_close(other(x), layer(x), rtol=0, atol=1e-11)
 
 
 def test_folding_changes_queries_without_allowed_keys():
     layer = built("v")[1]
     folded = hw.fold_bias(layer.spec, layer.state_dict())
-    twin = hw.Attention(folded.spec).double()
-    twin.load_state_dict(folded.weights)
+    other = hw.Attention(folded.spec).double()
+    other.load_state_dict(folded.weights)
     blind = torch.zeros(1, 1, 1, TOKENS, dtype=torch.bool)
     x = numbers(BATCH, TOKENS, 10)
     assert (layer(x, mask=blind) == 0).all()
-    torch.testing.assert_close(twin(x, mask=blind)[0, 0], constant(layer))
+    torch.testing.assert_close(other(x, mask=blind)[0, 0], constant(layer))

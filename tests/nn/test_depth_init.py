@@ -15,10 +15,10 @@ WIDE, HIGH = 96, 160  # enough numbers that their spread is known to 2 %
 EVERY = (hw.QKNorm(), hw.Alibi(), hw.T5Bias(buckets=8), hw.Shaw(), hw.TalkingHeads(), hw.HeadGate(start=1.0))
 
 
-def changed(module: nn.Module, **said) -> set[str]:
+def changed(module: nn.Module, **options) -> set[str]:
     """The names of what a depth-scaled start draws."""
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    hw.depth_scaled_init(module, depth=4, **said)
+    hw.depth_scaled_init(module, depth=4, **options)
     return {name for name, tensor in module.state_dict().items() if not torch.equal(tensor, before[name])}
 
 
@@ -33,12 +33,12 @@ def test_the_interval_narrows_with_depth(depth: int, exponent: float):
     assert linear.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
 
 
-@pytest.mark.parametrize(("said", "factor"), [({}, 0.25), ({"exponent": 0.25}, 0.5)])
-def test_paper_and_code_at_layer_16(said: dict[str, float], factor: float):
+@pytest.mark.parametrize(("options", "factor"), [({}, 0.25), ({"exponent": 0.25}, 0.5)])
+def test_paper_and_code_at_layer_16(options: dict[str, float], factor: float):
     """The released code's interval at depth 16 is twice as wide as the paper's."""
     first, deep = nn.Linear(WIDE, HIGH), nn.Linear(WIDE, HIGH)
     for linear, depth in ((first, 1), (deep, 16)):
-        hw.depth_scaled_init(linear, depth=depth, generator=torch.Generator().manual_seed(3), **said)
+        hw.depth_scaled_init(linear, depth=depth, generator=torch.Generator().manual_seed(3), **options)
     torch.testing.assert_close(deep.weight, first.weight * factor)
 
 
@@ -66,8 +66,8 @@ def test_any_module():
     assert changed(foreign) == weights
     bound = math.sqrt(6 / 20 / 4)  # three square maps, not one of 30 rows
     assert 0.9 * bound < foreign.self_attn.in_proj_weight.abs().max().item() <= bound
-    apart = nn.MultiheadAttention(10, 2, kdim=7, vdim=5)
-    assert changed(apart) == {"q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"}
+    multihead_attention = nn.MultiheadAttention(10, 2, kdim=7, vdim=5)
+    assert changed(multihead_attention) == {"q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"}
     mixed = nn.ModuleDict({"embed": nn.Embedding(5, 10), "norm": nn.LayerNorm(10), "attend": hw.Attention(base())})
     assert changed(mixed) == {f"attend.{name}" for name in ("project.q", "project.k", "project.v", "output.o")}
 
@@ -93,7 +93,7 @@ def test_several_modules_and_a_generator_of_ones_own():
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("options", "words"),
     [
         ({"depth": 0}, "depth=0 .*count them from 1"),
         ({"depth": True}, "depth=True"),
@@ -106,9 +106,9 @@ def test_several_modules_and_a_generator_of_ones_own():
         ({"modules": []}, "no weight matrix"),
     ],
 )
-def test_invalid_arguments_are_refused_before_sampling(said: dict[str, object], words: str):
+def test_invalid_arguments_are_refused_before_sampling(options: dict[str, object], words: str):
     linear = nn.Linear(3, 5)
     before = linear.weight.clone()
     with pytest.raises(hw.SpecError, match=words):
-        hw.depth_scaled_init(**({"modules": linear, "depth": 2} | said))
+        hw.depth_scaled_init(**({"modules": linear, "depth": 2} | options))
     assert torch.equal(linear.weight, before)

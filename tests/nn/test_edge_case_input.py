@@ -15,8 +15,8 @@ NAN = float("nan")
 X = torch.zeros(3, 7, 10, dtype=torch.float64)
 
 
-def layer(backend: str | None = None, **said: object) -> hw.Attention:
-    return hw.Attention(base(**said), backend=backend).double()
+def layer(backend: str | None = None, **options: object) -> hw.Attention:
+    return hw.Attention(base(**options), backend=backend).double()
 
 
 def numbers(*shape: int) -> Tensor:
@@ -42,8 +42,8 @@ def test_a_nan_is_never_hidden(backend: str, pattern: str, tokens: str):
     used, x = layer(backend, pattern=pattern, kv=2), numbers(3, 7, 10)
     at = TOKENS[tokens](x)
     x[1, 1] = NAN
-    y, sight = used(x, sequence=at), hw.AttentionMask(at, at, used.spec.pattern)
-    reads = sight.allowed.expand(3, -1, -1, -1)[1, 0, :, 1]
+    y, attention_mask = used(x, sequence=at), hw.AttentionMask(at, at, used.spec.pattern)
+    reads = attention_mask.allowed.expand(3, -1, -1, -1)[1, 0, :, 1]
     assert reads.any()
     assert y[1][reads].isnan().all()
     assert y[1, 1].isnan().all()
@@ -85,10 +85,10 @@ def test_a_query_without_allowed_keys_gives_zero(backend: str, normaliser: objec
     z = numbers(2, 7, 10)
     x = numbers(2, 1, 10) if backend == "grouped" else z
     hidden = torch.tensor([True, False])[:, None, None, None].expand(2, 1, x.shape[1], 7) if mask else None
-    kept = used.project_source(z, sequence=None if mask else hw.SequenceInfo.from_batch(z, lengths=[7, 0]))
+    sequence = used.project_source(z, sequence=None if mask else hw.SequenceInfo.from_batch(z, lengths=[7, 0]))
     with torch.no_grad():
         used.output["o_bias"].normal_()
-    y, o = used(x, source=kept, mask=hidden), used.head_outputs(x, source=kept, mask=hidden)
+    y, o = used(x, source=sequence, mask=hidden), used.head_outputs(x, source=sequence, mask=hidden)
     assert (o[1] == 0).all()
     assert (o[0].abs() > 0).any()
     torch.testing.assert_close(y[1], used.output["o_bias"].expand_as(y[1]), rtol=0, atol=1e-12)
@@ -124,12 +124,12 @@ STATED = {"similarity": hw.FeatureMap(), "normaliser": hw.Sum(), "pattern": "cau
 SPEAKING = {"all": (1, 4, 5, 0, 2, 3), "one twice": (0, 1, 2, 2, 4, 5), "two": (5, 1)}
 
 
-def speaking(plain: hw.Attention, speaks: tuple[int, ...], backend: str | None) -> hw.Attention:
+def speaking(plain: hw.Attention, value: tuple[int, ...], backend: str | None) -> hw.Attention:
     """The layer of whose heads only these speak, in this order."""
-    spec = replace(plain.spec, heads=replace(plain.spec.heads, score_head_of_output=speaks))
+    spec = replace(plain.spec, heads=replace(plain.spec.heads, score_head_of_output=value))
     chosen = hw.Attention(spec, backend=backend).double()
     weights = {name: plain.state_dict().get(name) for name in chosen.state_dict()}
-    out = weights["output.o"].view(10, 6, -1)[:, list(speaks)].flatten(1)
+    out = weights["output.o"].view(10, 6, -1)[:, list(value)].flatten(1)
     chosen.load_state_dict(weights | {"output.o": out})
     return chosen
 
@@ -141,22 +141,22 @@ def speaking(plain: hw.Attention, speaks: tuple[int, ...], backend: str | None) 
 def test_output_heads_may_have_any_order(backend: str | None, who: str, kv: int, count: int):
     plain, x, z = layer("dense", kv=kv), numbers(3, count, 10), numbers(3, 11, 10)
     chosen = speaking(plain, SPEAKING[who], backend)
-    wanted = plain.head_outputs(x, source=z)[:, :, list(SPEAKING[who])]
-    torch.testing.assert_close(chosen.head_outputs(x, source=z), wanted, rtol=0, atol=1e-12)
+    expected = plain.head_outputs(x, source=z)[:, :, list(SPEAKING[who])]
+    torch.testing.assert_close(chosen.head_outputs(x, source=z), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("who", SPEAKING)
 def test_output_heads_with_a_state_may_have_any_order(who: str):
     chosen, x = speaking(layer(kv=2, **STATED), SPEAKING[who], None), numbers(2, 7, 10)
     cache = chosen.cache(batch=2, capacity=9)
-    said = torch.cat([chosen(x[:, :4], cache=cache), chosen(x[:, 4:], cache=cache)], 1)
-    torch.testing.assert_close(said, chosen(x), rtol=0, atol=1e-12)
+    result = torch.cat([chosen(x[:, :4], cache=cache), chosen(x[:, 4:], cache=cache)], 1)
+    torch.testing.assert_close(result, chosen(x), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("said", [{"pattern": "window(3)"}, {"pattern": "dilated(3, 2)"}], ids=["window", "dilated"])
-def test_every_causal_spec_can_be_decoded(said: dict[str, object]):
+@pytest.mark.parametrize("options", [{"pattern": "window(3)"}, {"pattern": "dilated(3, 2)"}], ids=["window", "dilated"])
+def test_every_causal_spec_can_be_decoded(options: dict[str, object]):
     """A similarity that has a state, in a layer that cannot use one, keeps its tokens instead."""
-    used, x = layer(**(STATED | said)), numbers(2, 7, 10)
+    used, x = layer(**(STATED | options)), numbers(2, 7, 10)
     cache = used.cache(batch=2, capacity=9)
     torch.testing.assert_close(used(x, cache=cache), used(x), rtol=0, atol=1e-12)
 
@@ -176,7 +176,7 @@ def test_a_later_document_may_not_be_forgotten():
 
 def test_a_recurrent_state_cannot_separate_documents():
     used, x = layer(**STATED), numbers(1, 3, 10)
-    with pytest.raises(ValueError, match=r"cannot tell segments apart; give each .*cache of its own"):
+    with pytest.raises(ValueError, match=r"cannot separate segments; give each .*cache of its own"):
         used(x, cache=used.cache(batch=1, capacity=9), sequence=at([0, 1, 0], [0, 0, 1]))
 
 
@@ -200,8 +200,8 @@ def test_a_start_claimed_by_the_caller_is_ignored():
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32], ids=str)
 def test_positions_of_small_types_are_positions(dtype: torch.dtype):
     """A window reaches back by subtraction, which small unsigned numbers cannot take."""
-    for said in ({"pattern": "window(3)"}, {"pattern": "causal()", "modifiers": (hw.Shaw(reach=2), hw.Alibi())}):
-        used, x = layer(**said), numbers(2, 7, 10)
+    for options in ({"pattern": "window(3)"}, {"pattern": "causal()", "modifiers": (hw.Shaw(reach=2), hw.Alibi())}):
+        used, x = layer(**options), numbers(2, 7, 10)
         small = hw.SequenceInfo(torch.arange(7, dtype=dtype)[None], torch.zeros(1, 7, dtype=dtype))
         torch.testing.assert_close(used(x, sequence=small), used(x), rtol=0, atol=1e-12)
         cache = used.cache(batch=2, capacity=9)

@@ -15,17 +15,17 @@ from support.spec_strategies import base
 NAN = float("nan")
 
 
-def layer(backend: str | None = None, **said: object) -> hw.Attention:
-    return hw.Attention(base(**said), backend=backend).double()
+def layer(backend: str | None = None, **options: object) -> hw.Attention:
+    return hw.Attention(base(**options), backend=backend).double()
 
 
-def causal(**said: object) -> hw.Attention:
-    return layer(pattern="causal()", **said)
+def causal(**options: object) -> hw.Attention:
+    return layer(pattern="causal()", **options)
 
 
-def listing(**said: object) -> hw.AttentionSpec:
+def listing(**options: object) -> hw.AttentionSpec:
     """A spec with these modifiers: the name of the part, and its fields."""
-    return base(modifiers=tuple(getattr(hw, name)(**fields) for name, fields in said.items()))
+    return base(modifiers=tuple(getattr(hw, name)(**fields) for name, fields in options.items()))
 
 
 def numbers(*shape: int) -> Tensor:
@@ -40,18 +40,18 @@ def at(position: list[int], segment: list[int]) -> hw.SequenceInfo:
     return hw.SequenceInfo(torch.tensor([position]), torch.tensor([segment]))
 
 
-def cached(x: Tensor, **said: object) -> Tensor:
+def cached(x: Tensor, **options: object) -> Tensor:
     """A causal layer with a cache that fits it but for what is said."""
     usual = {"spec": base(pattern="causal()"), "batch": 2, "capacity": 9, "dtype": torch.float64}
-    return causal()(x, cache=hw.KVCache.for_spec(**(usual | said)))
+    return causal()(x, cache=hw.KVCache.for_spec(**(usual | options)))
 
 
-def toml(said: str) -> hw.AttentionSpec:
-    return hw.from_toml("model = 10\nheads = {q = 6, dim = 4}\n" + said)
+def toml(value: str) -> hw.AttentionSpec:
+    return hw.from_toml("model = 10\nheads = {q = 6, dim = 4}\n" + value)
 
 
-def heads(**said: object) -> hw.Heads:
-    return hw.Heads(**({"q": 2, "kv": 2, "dim": 4} | said))
+def heads(**options: object) -> hw.Heads:
+    return hw.Heads(**({"q": 2, "kv": 2, "dim": 4} | options))
 
 
 def rows(table: str) -> list[object]:
@@ -63,9 +63,9 @@ def check_refused(does: str, words: str, kind: type[Exception]) -> None:
     """`does` ends in one error of one line whose message holds these words, ` .. ` between them."""
     with pytest.raises(kind) as caught:
         eval(does, globals())
-    said = str(caught.value)
-    assert re.search(".*".join(re.escape(word) for word in words.split(" .. ")), said), said
-    assert "\n" not in said
+    message = str(caught.value)
+    assert re.search(".*".join(re.escape(word) for word in words.split(" .. ")), message), message
+    assert "\n" not in message
 
 
 CLASHES = """
@@ -184,8 +184,8 @@ layer().to("meta")(X.float().to("meta")) -> x is torch.float32 .. torch.float64
 layer()([[0.0]]) -> x is .. list .. tensor
 layer()(X, sequence=hw.SequenceInfo.contiguous(0, 6, "cpu")) -> [1, 6] .. [2, 7] .. SequenceInfo.from_batch
 layer()(X, sequence=hw.SequenceInfo.from_batch(numbers(3, 7, 1), lengths=[7, 7, 7])) -> [3, 7] .. [2, 7] .. SequenceInfo.from_batch
-layer()(X, sequence=hw.SequenceInfo.contiguous(0, 7, "meta")) -> tokens are on meta .. cpu .. move one
-layer()(X, sequence="left") -> tokens .. str
+layer()(X, sequence=hw.SequenceInfo.contiguous(0, 7, "meta")) -> sequence is on meta .. cpu .. move one
+layer()(X, sequence="left") -> sequence .. str
 hw.SequenceInfo(whole(1, 1), whole(1, 1).to("meta")) -> cpu .. meta
 at([0, 1, 1], [0, 0, 0]) -> one segment .. same position .. from 0
 hw.SequenceInfo.from_batch(X[:1, :3], segments=torch.tensor([[0, 1, 0]])) -> one segment .. same position
@@ -214,8 +214,8 @@ layer()(X, source=[0]) -> source .. list
 layer()(X, source=layer(kv=2).project_source(X)) -> another spec .. own project_source(z)
 layer()(X, source=layer().float().project_source(X.float())) -> float32 .. float64
 layer(source=13)(X) -> source of width 13 .. source=z
-causal()(X, source=X) -> causal() compares .. source=width .. full()
-layer(modifiers=(hw.Rotary(),))(X, source=X) -> Rotary .. source=width
+causal()(X, source=X) -> causal() compares .. source=10 .. full()
+layer(modifiers=(hw.Rotary(),))(X, source=X) -> Rotary .. source=10
 layer()(X, source=X, cache=causal().cache(batch=2, capacity=9)) -> project_source(z) .. pass one of the two
 cached(X, spec=base(pattern="causal()", kv=2)) -> another spec .. layer.cache
 cached(X, batch=3) -> 3 rows, not 2 .. batch=2

@@ -30,8 +30,8 @@ SPECS = {
 }
 
 
-def built(**said: object) -> hw.Attention:
-    layer = hw.Attention(hw.design(**({"model": 10, "heads": 6, "dim": 4, "source": WIDTH} | said))).double()
+def built(**options: object) -> hw.Attention:
+    layer = hw.Attention(hw.design(**({"model": 10, "heads": 6, "dim": 4, "source": WIDTH} | options))).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn_like(parameter))
@@ -42,10 +42,10 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def read(layer: hw.Attention, x: Tensor, kept: object, **call: object) -> tuple[Tensor, Tensor]:
+def read(layer: hw.Attention, x: Tensor, keep: object, **call: object) -> tuple[Tensor, Tensor]:
     """o_BTOV and the log-sum-exp of its scores, l_BTO."""
     probe = hw.Probe("lse", "heads")
-    layer.head_outputs(x, source=kept, probe=probe, **call)
+    layer.head_outputs(x, source=keep, probe=probe, **call)
     return probe.tensors["heads"], probe.tensors["lse"].transpose(1, 2)
 
 
@@ -73,7 +73,7 @@ def check_merges(layer: hw.Attention, sizes: tuple[int, ...], at: hw.SequenceInf
     """One pass over the whole memory equals the merge of passes over its slices; gives the slices' lse."""
     x, z = numbers(BATCH, TOKENS, 10), numbers(BATCH, SOURCE, WIDTH)
     whole, lse = read(layer, x, layer.project_source(z, sequence=at), **call)
-    parts = [read(layer, x, kept, **call) for kept in in_parts(layer, x, z, at, sizes)]
+    parts = [read(layer, x, keep, **call) for keep in in_parts(layer, x, z, at, sizes)]
     torch.testing.assert_close(merged(parts), whole, rtol=0, atol=1e-11)
     together = torch.stack([part for _, part in parts]).logsumexp(0)
     torch.testing.assert_close(together, lse, rtol=0, atol=1e-11)
@@ -98,7 +98,7 @@ def test_slices_of_the_sequence_itself_merge():
     layer = built(source=10, pattern="causal()", modifiers=(hw.Alibi(),), kv=2)
     x = numbers(BATCH, TOKENS, 10)
     parts = [
-        read(layer, x, kept) for kept in in_parts(layer, x, x, hw.SequenceInfo.contiguous(0, TOKENS, "cpu"), (3, 2, 2))
+        read(layer, x, keep) for keep in in_parts(layer, x, x, hw.SequenceInfo.contiguous(0, TOKENS, "cpu"), (3, 2, 2))
     ]
     torch.testing.assert_close(merged(parts), layer.head_outputs(x), rtol=0, atol=1e-11)
 
@@ -115,12 +115,12 @@ def test_a_query_without_allowed_keys_in_any_slice():
     """Padding asks no one: minus infinity in every slice, zero in the merge."""
     layer, x = built(kv=2), numbers(BATCH, TOKENS, 10)
     z, at = numbers(BATCH, SOURCE, WIDTH), hw.SequenceInfo.contiguous(0, SOURCE, "cpu")
-    asks = hw.SequenceInfo.from_batch(x, lengths=[TOKENS, 4])
-    parts = [read(layer, x, kept, sequence=asks) for kept in in_parts(layer, x, z, at, (8, 9))]
+    queries = hw.SequenceInfo.from_batch(x, lengths=[TOKENS, 4])
+    parts = [read(layer, x, keep, sequence=queries) for keep in in_parts(layer, x, z, at, (8, 9))]
     assert all((lse[1, 4:] == -torch.inf).all() for _, lse in parts)
     assert (merged(parts)[1, 4:] == 0).all()
     torch.testing.assert_close(
-        merged(parts), read(layer, x, layer.project_source(z), sequence=asks)[0], rtol=0, atol=1e-11
+        merged(parts), read(layer, x, layer.project_source(z), sequence=queries)[0], rtol=0, atol=1e-11
     )
 
 
@@ -135,7 +135,7 @@ def test_slices_with_padding_merge():
 def test_the_order_of_slices_does_not_matter():
     layer, x, z = built(modifiers=(hw.Rotary(),)), numbers(BATCH, TOKENS, 10), numbers(BATCH, SOURCE, WIDTH)
     parts = [
-        read(layer, x, kept) for kept in in_parts(layer, x, z, hw.SequenceInfo.contiguous(0, SOURCE, "cpu"), (5, 1, 11))
+        read(layer, x, keep) for keep in in_parts(layer, x, z, hw.SequenceInfo.contiguous(0, SOURCE, "cpu"), (5, 1, 11))
     ]
     torch.testing.assert_close(merged(parts[::-1]), merged(parts), rtol=0, atol=1e-12)
 
@@ -144,7 +144,7 @@ def test_the_mean_of_slices_is_not_the_whole():
     """What the log-sum-exp is for: without it, slices count alike however much weight they hold."""
     layer, x, z = built(), numbers(BATCH, TOKENS, 10), numbers(BATCH, SOURCE, WIDTH)
     parts = [
-        read(layer, x, kept)[0] for kept in in_parts(layer, x, z, hw.SequenceInfo.contiguous(0, SOURCE, "cpu"), (8, 9))
+        read(layer, x, keep)[0] for keep in in_parts(layer, x, z, hw.SequenceInfo.contiguous(0, SOURCE, "cpu"), (8, 9))
     ]
     assert (torch.stack(parts).mean(0) - layer.head_outputs(x, source=z)).abs().max() > 1e-2
 

@@ -100,13 +100,13 @@ def test_a_fresh_block_is_the_plain_layer_while_training_too(kind: str):
     spec = base(pattern=PATTERN, **LEARNED[kind])
     block, plain = hw.LongformerAttention(spec).double().train(), hw.Attention(spec).double().train()
     plain.load_state_dict(block.local.state_dict())
-    x, kept = torch.randn(BATCH, TOKENS, 10).double(), []
-    for made in (block, plain):
+    x, recorded = torch.randn(BATCH, TOKENS, 10).double(), []
+    for built in (block, plain):
         torch.manual_seed(3)
         probe = hw.Probe(aux_losses=hw.AuxLosses())
-        kept.append((made(x, probe=probe), probe.aux_losses.terms))
-    check_close(kept[0][0], kept[1][0])
-    assert kept[0][1] == kept[1][1]
+        recorded.append((built(x, probe=probe), probe.aux_losses.terms))
+    check_close(recorded[0][0], recorded[1][0])
+    assert recorded[0][1] == recorded[1][1]
 
 
 @pytest.mark.parametrize("start", [0, 3, 5, 90])
@@ -115,8 +115,8 @@ def test_positions_count_from_where_the_tokens_stand(start: int):
     block, x = built(KINDS["turned"]), torch.randn(BATCH, TOKENS, 10).double()
     run = hw.SequenceInfo.contiguous(start, TOKENS, "cpu")
     check_close(block(x, sequence=run), truth(block, x, run))
-    told = hw.SequenceInfo(run.position.expand(BATCH, -1), run.segment.expand(BATCH, -1))
-    check_close(block(x, sequence=told), block(x, sequence=run))
+    sequence = hw.SequenceInfo(run.position.expand(BATCH, -1), run.segment.expand(BATCH, -1))
+    check_close(block(x, sequence=sequence), block(x, sequence=run))
 
 
 @pytest.mark.parametrize("kind", ["plain", "grouped", "mixed"])
@@ -150,31 +150,31 @@ def test_one_merge_is_saved_once(tmp_path: Path):
     fresh = hw.LongformerAttention(KINDS["plain"]).double()
     fresh.load_state_dict(safetensors.torch.load_file(file))
     check_close(fresh(x), block(x))
-    twin = copy.deepcopy(block)
+    copied = copy.deepcopy(block)
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.zero_()
-    check_close(twin(x), fresh(x))
-    back = twin.to("meta").to_empty(device="cpu")
+    check_close(copied(x), fresh(x))
+    back = copied.to("meta").to_empty(device="cpu")
     back.load_state_dict(fresh.state_dict())
     check_close(back(x), fresh(x))
 
 
 def test_a_probe_looks_into_the_local_layer():
     block, x = built(KINDS["plain"]), torch.randn(BATCH, TOKENS, 10).double()
-    seen, local = hw.Probe("heads"), hw.Probe("heads")
-    block(x, probe=seen)
+    probe, local = hw.Probe("heads"), hw.Probe("heads")
+    block(x, probe=probe)
     block.local(x, probe=local)
-    check_close(seen.tensors["heads"], local.tensors["heads"])
+    check_close(probe.tensors["heads"], local.tensors["heads"])
 
 
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (base(pattern="window(3, after=1)"), r"window\(3, after=1\) joins no global tokens .*\| global\(\(0,\)\)"),
-        (base(pattern="window(3) | global(())"), "joins no global tokens"),
-        (base(pattern=f"({PATTERN}) & causal()"), "joins no global tokens"),
-        (base(pattern=PATTERN, source=10), "source=10 is another; leave source out"),
+        (base(pattern="window(3, after=1)"), r"window\(3, after=1\) has no global tokens.*\| global\(\(0,\)\)"),
+        (base(pattern="window(3) | global(())"), "has no global tokens"),
+        (base(pattern=f"({PATTERN}) & causal()"), "has no global tokens"),
+        (base(pattern=PATTERN, source=10), "the spec has source=10; leave source out"),
     ],
     ids=lambda value: "" if isinstance(value, str) else value.pattern.text,
 )
@@ -186,7 +186,7 @@ def test_patterns_without_global_tokens_are_refused(spec: hw.AttentionSpec, word
 def test_decoding_is_refused():
     block, x = hw.LongformerAttention(KINDS["plain"]), torch.randn(BATCH, 1, 10)
     cache = hw.Attention(replace(KINDS["plain"], pattern=hw.Causal())).cache(batch=BATCH, capacity=9)
-    with pytest.raises(ValueError, match="not come yet; pass the whole sequence"):
+    with pytest.raises(ValueError, match="cache= is not supported; pass whole sequences"):
         block(x, cache=cache)
 
 

@@ -18,11 +18,11 @@ from headwise.interfaces import QKTransform
 from headwise.nn.merged_attention import averaging_spec
 from support.layer_cases import BATCH, SOURCE, TOKENS, base
 
-APART = hw.Heads(q=6, kv=2, dim=4, vdim=5, value_heads=(0, 1, 0, 1, 2, 2))
+SEPARATE_GROUPS = hw.Heads(q=6, kv=2, dim=4, vdim=5, value_heads=(0, 1, 0, 1, 2, 2))
 KINDS = {
     "plain": base(),
     "grouped": base(kv=2, vdim=5, bias="qkvo"),
-    "values apart": replace(base(bias="v"), heads=APART),
+    "values apart": replace(base(bias="v"), heads=SEPARATE_GROUPS),
     "pruned": replace(base(vdim=5), heads=hw.Heads(q=6, kv=6, dim=4, vdim=5, score_head_of_output=(0, 2, 5))),
 }
 POSITIONED = {
@@ -65,12 +65,12 @@ def numbers() -> tuple[Tensor, Tensor]:
 
 def rendered(block: hw.MergedAttention, x: np.ndarray, z: np.ndarray) -> np.ndarray:
     """y of one row as the formula says, head by head and token by token."""
-    heads, held = block.cross.spec.heads, {name: t.numpy() for name, t in block.state_dict().items()}
+    heads, tensors = block.cross.spec.heads, {name: t.numpy() for name, t in block.state_dict().items()}
 
     def head(side: str, h: int, width: int, token: np.ndarray) -> np.ndarray:
         rows = slice(h * width, (h + 1) * width)
-        bias = held.get(f"cross.project.{side}_bias", np.zeros(9999))
-        return held[f"cross.project.{side}"][rows] @ token + bias[rows]
+        bias = tensors.get(f"cross.project.{side}_bias", np.zeros(9999))
+        return tensors[f"cross.project.{side}"][rows] @ token + bias[rows]
 
     y = np.zeros_like(x)
     for t in range(len(x)):
@@ -80,8 +80,8 @@ def rendered(block: hw.MergedAttention, x: np.ndarray, z: np.ndarray) -> np.ndar
             weights = np.exp(scores) / np.exp(scores).sum()
             cross = sum(w * head("v", v, heads.vdim, s) for w, s in zip(weights, z, strict=True))
             average = sum(head("v", v, heads.vdim, x[before]) for before in range(t + 1)) / (t + 1)
-            y[t] += held["cross.output.o"][:, o * heads.vdim : (o + 1) * heads.vdim] @ (cross + average)
-        y[t] += held.get("cross.output.o_bias", 0.0)
+            y[t] += tensors["cross.output.o"][:, o * heads.vdim : (o + 1) * heads.vdim] @ (cross + average)
+        y[t] += tensors.get("cross.output.o_bias", 0.0)
     return y
 
 
@@ -130,13 +130,13 @@ def test_cached_decode_is_one_pass(kind: str, chunks: str):
 @pytest.mark.parametrize("kind", EVERY)
 def test_padded_rows_come_out_as_if_alone(kind: str, pad: str):
     block, (x, z) = built(EVERY[kind]), numbers()
-    lengths, told = [TOKENS, 3, 5], [4, SOURCE, 7]
+    lengths, result = [TOKENS, 3, 5], [4, SOURCE, 7]
     at = hw.SequenceInfo.from_batch(x, lengths=lengths, pad=pad)
-    memory = block.project_source(z, sequence=hw.SequenceInfo.from_batch(z, lengths=told, pad=pad))
+    memory = block.project_source(z, sequence=hw.SequenceInfo.from_batch(z, lengths=result, pad=pad))
     with torch.no_grad():
         y = block(x, source=memory, sequence=at)
         for b in range(BATCH):
-            mine, its = (slice(-n, None) if pad == "left" else slice(n) for n in (lengths[b], told[b]))
+            mine, its = (slice(-n, None) if pad == "left" else slice(n) for n in (lengths[b], result[b]))
             check_close(y[b : b + 1, mine], block(x[b : b + 1, mine], source=z[b : b + 1, its]))
             padding = y[b][~at.is_real[b]]
             check_close(padding, block.cross.merge_heads(torch.zeros(1, len(padding), *block_heads(block)).double())[0])
@@ -213,8 +213,8 @@ def check_shared(block: hw.MergedAttention) -> None:
 def test_copies_moves_and_reloads_stay_tied(tmp_path: Path):
     block, (x, z) = built(KINDS["plain"]), numbers()
     y = block(x, source=z)
-    twin = copy.deepcopy(block)
-    check_shared(twin)
+    copied = copy.deepcopy(block)
+    check_shared(copied)
     check_close(block(x, source=z), y)  # the copy's changes are its own
     file = tmp_path / "block.safetensors"
     safetensors.torch.save_file(block.state_dict(), file)
@@ -232,9 +232,12 @@ def test_copies_moves_and_reloads_stay_tied(tmp_path: Path):
 
 def test_weights_that_differ_cannot_be_shared():
     owner = hw.Attention(base())
-    with pytest.raises(hw.SpecError, match=r"project.k is \[8, 10\] here and \[24, 10\] in the layer that owns it"):
+    with pytest.raises(
+        hw.SpecError,
+        match=r"cannot share project.k: it is \[8, 10\] in this layer and \[24, 10\] in the layer that owns it",
+    ):
         hw.Attention(base(kv=2), shared={"project": owner.weights["project"]})
-    with pytest.raises(hw.SpecError, match=r"project.v_bias is \[24\] here and None"):
+    with pytest.raises(hw.SpecError, match=r"project.v_bias: it is \[24\] in this layer and None"):
         hw.Attention(base(bias="v"), shared={"project": owner.weights["project"]})
     with pytest.raises(hw.SpecError, match=r"no 'outputs' to share; did you mean 'output'"):
         hw.Attention(base(), shared={"outputs": owner.weights["output"]})
@@ -246,13 +249,13 @@ def test_weights_that_differ_cannot_be_shared():
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (base(source=13), "the memory and x alike, but these are 13 and 10 wide; use source=10"),
-        (base(project=hw.Latent(rank=8, rope=2)), r"Latent has no W_V .*use project Direct\(\)"),
-        (base(project=hw.Collaborative()), "Collaborative has no W_V"),
-        (base(project=hw.Overlapping(1), vdim=6), "Overlapping has no W_V"),
-        (base(heads=3, modifiers=(hw.Differential(),)), "differential joins rows"),
-        (base(modifiers=(hw.TalkingHeads(heads=5),)), "6 score heads become 5 rows"),
-        (base(modifiers=(Doubled(),)), "doubled turns values"),
+        (base(source=13), "W_V projects the source and x, but their widths are 13 and 10; use source=10"),
+        (base(project=hw.Latent(rank=8, rope=2)), r"Latent has no value projection W_V; use project Direct\(\)"),
+        (base(project=hw.Collaborative()), "Collaborative has no value projection"),
+        (base(project=hw.Overlapping(1), vdim=6), "Overlapping has no value projection"),
+        (base(heads=3, modifiers=(hw.Differential(),)), "differential combines rows"),
+        (base(modifiers=(hw.TalkingHeads(heads=5),)), "6 score heads are mixed to 5 rows"),
+        (base(modifiers=(Doubled(),)), "doubled changes values"),
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value.project).__name__,
 )

@@ -55,11 +55,12 @@ SEAMS |= {
 
 def test_multi_head_attention_walks_as_it_is_taught():
     steps = iter(walk(hw.design(model=512, heads=8)).steps)
-    for seam, operation, shape in TAUGHT:
+    for interface, operation, shape in TAUGHT:
         found = next(
-            (s for s in steps if (s.interface, s.shape) == (seam, shape) and operation in (None, *s.operations)), None
+            (s for s in steps if (s.interface, s.shape) == (interface, shape) and operation in (None, *s.operations)),
+            None,
         )
-        assert found is not None, (seam, operation, shape)
+        assert found is not None, (interface, operation, shape)
 
 
 def test_copies_and_views_are_distinguished():
@@ -76,7 +77,7 @@ def test_every_example_can_be_walked(name: str):
     spec = cases.EXAMPLES[name]
     walked = walk(spec, cases.BATCH, cases.TOKENS, cases.SOURCE if spec.source else None)
     first, *_, last = walked.steps
-    assert (first.memory, first.shape) == ("given", (cases.BATCH, cases.TOKENS, spec.model))
+    assert (first.memory, first.shape) == ("input", (cases.BATCH, cases.TOKENS, spec.model))
     assert last.shape == (cases.BATCH, cases.TOKENS, spec.model)
     assert [step.number for step in walked.steps] == list(range(len(walked.steps)))
     assert {step.interface for step in walked.steps} <= SEAMS

@@ -33,9 +33,9 @@ def laid_out(position: np.ndarray, model: int, layout: str, base: float = 10_000
 @pytest.mark.parametrize("layout", ["interleaved", "halves"])
 def test_sines_are_those_of_the_formula(layout: str, model: int, base: float):
     position = np.array([0, 1, 2, 5, 100, 4095])
-    said = hw.nn.position_embeddings.sinusoidal_table(torch.from_numpy(position), model, layout, base)
-    assert said.shape == (6, model)
-    np.testing.assert_allclose(said.numpy(), laid_out(position, model, layout, base), rtol=0, atol=1e-6)
+    result = hw.nn.position_embeddings.sinusoidal_table(torch.from_numpy(position), model, layout, base)
+    assert result.shape == (6, model)
+    np.testing.assert_allclose(result.numpy(), laid_out(position, model, layout, base), rtol=0, atol=1e-6)
 
 
 def test_the_layouts_hold_the_same_numbers_in_another_order():
@@ -48,9 +48,9 @@ def test_the_layouts_hold_the_same_numbers_in_another_order():
 
 
 def test_one_position_by_hand():
-    said = hw.SinusoidalPositions(4)(torch.zeros(1, 4, 4))[0, 3]
+    entry = hw.SinusoidalPositions(4)(torch.zeros(1, 4, 4))[0, 3]
     by_hand = [math.sin(3), math.cos(3), math.sin(0.03), math.cos(0.03)]
-    torch.testing.assert_close(said, torch.tensor(by_hand), rtol=0, atol=1e-6)
+    torch.testing.assert_close(entry, torch.tensor(by_hand), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "halves"])
@@ -71,9 +71,11 @@ def test_sines_follow_the_tokens():
         hw.SequenceInfo.contiguous(11, TOKENS, "cpu"),
     ):
         position = tokens.position.expand(2, -1).numpy()
-        wanted = np.stack([laid_out(row, 6, "interleaved") for row in position])
+        expected = np.stack([laid_out(row, 6, "interleaved") for row in position])
         added = add(x, sequence=tokens) - x
-        np.testing.assert_allclose(added[tokens.is_real.expand(2, -1)], wanted[tokens.is_real.expand(2, -1)], atol=1e-6)
+        np.testing.assert_allclose(
+            added[tokens.is_real.expand(2, -1)], expected[tokens.is_real.expand(2, -1)], atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -82,21 +84,21 @@ def test_sines_keep_the_dtype_of_x(dtype: torch.dtype):
 
 
 def test_sines_in_float64_are_exact_in_float64():
-    said = hw.SinusoidalPositions(6)(torch.zeros(1, TOKENS, 6, dtype=torch.float64))[0].numpy()
-    np.testing.assert_allclose(said, laid_out(np.arange(TOKENS), 6, "interleaved"), rtol=0, atol=1e-14)
+    result = hw.SinusoidalPositions(6)(torch.zeros(1, TOKENS, 6, dtype=torch.float64))[0].numpy()
+    np.testing.assert_allclose(result, laid_out(np.arange(TOKENS), 6, "interleaved"), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("options", "message"),
     [
         ({"model": 7}, "come in pairs.*model=7.*even width"),
         ({"model": 0}, "model=0"),
         ({"model": 6, "layout": "halfs"}, "'halfs' is unknown.*(interleaved, halves|did you mean 'halves')"),
     ],
 )
-def test_sines_refuse_invalid_widths_and_layouts(said: dict[str, object], told: str):
-    with pytest.raises(hw.SpecError, match=told):
-        hw.SinusoidalPositions(**said)
+def test_sines_refuse_invalid_widths_and_layouts(options: dict[str, object], message: str):
+    with pytest.raises(hw.SpecError, match=message):
+        hw.SinusoidalPositions(**options)
 
 
 # --- learned -------------------------------------------------------------------------------------------
@@ -114,14 +116,14 @@ def test_learned_positions_add_the_row_of_their_position():
 def test_learned_positions_end_where_they_end():
     add = hw.LearnedPositions(5, length=TOKENS)
     assert add(torch.zeros(1, TOKENS, 5)).shape == (1, TOKENS, 5)
-    said = r"position 7 is beyond the 7 learned ones; use length=8 or more"
-    with pytest.raises(ValueError, match=said):
+    message = r"position 7 is beyond the 7 learned ones; use length=8 or more"
+    with pytest.raises(ValueError, match=message):
         add(torch.zeros(1, TOKENS + 1, 5))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         add(torch.zeros(1, 1, 5), sequence=hw.SequenceInfo.contiguous(TOKENS, 1, "cpu"))
     x = torch.zeros(2, 3, 5)
     far = hw.SequenceInfo(torch.tensor([[0, 1, 2], [5, 6, 7]]), torch.zeros(2, 3, dtype=torch.int64))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         add(x, sequence=far)
 
 
@@ -137,8 +139,8 @@ def test_padding_needs_no_learned_position():
     x = torch.randn(2, 5, 4)
     tokens = hw.SequenceInfo.from_batch(x, lengths=[3, 2])
     add = hw.LearnedPositions(4, length=3)
-    said = add(x, sequence=tokens)
-    torch.testing.assert_close(said[0, :3], x[0, :3] + add.table, rtol=0, atol=0)
+    result = add(x, sequence=tokens)
+    torch.testing.assert_close(result[0, :3], x[0, :3] + add.table, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("model", "length"), [(0, 3), (4, 0), (-1, 3)])
@@ -156,5 +158,5 @@ def test_x_of_another_width_is_refused(add: torch.nn.Module, shape: tuple[int, .
 
 @pytest.mark.parametrize("add", [hw.SinusoidalPositions(4), hw.LearnedPositions(4, length=9)], ids=["sines", "learned"])
 def test_tokens_of_another_batch_are_refused(add: torch.nn.Module):
-    with pytest.raises(ValueError, match="tokens"):
+    with pytest.raises(ValueError, match=r"sequence is \[1, 1\] but x is \[2, 3\]"):
         add(torch.zeros(2, 3, 4), sequence=hw.SequenceInfo.contiguous(0, 1, "cpu"))

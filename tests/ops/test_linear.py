@@ -22,7 +22,7 @@ ROWS = (1, 63, 64, 65, 131, 2)
 EPS = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 
 
-def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def random_tensor(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -37,8 +37,8 @@ def check_product(y: Tensor, x: Tensor, matrices: list[Tensor], eps: float) -> N
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_number_is_the_sum_of_its_products(width, dtype):
     for tokens in range(1, 10):
-        x = drawn(tokens, tokens, width, dtype=dtype)
-        matrices = [drawn(n, rows, width, dtype=dtype) for n, rows in enumerate(ROWS)]
+        x = random_tensor(tokens, tokens, width, dtype=dtype)
+        matrices = [random_tensor(n, rows, width, dtype=dtype) for n, rows in enumerate(ROWS)]
         check_product(multiply_small_batch(x, matrices), x, matrices, EPS[dtype])
 
 
@@ -46,14 +46,17 @@ def test_every_number_is_the_sum_of_its_products(width, dtype):
 @given(st.integers(1, 9), st.integers(1, 60), st.lists(st.integers(1, 200), min_size=1, max_size=4), st.booleans())
 def test_any_shape_is_its_product(tokens, lanes, rows, single):
     dtype = torch.float32 if single else torch.bfloat16
-    x = drawn(0, tokens, 16 * lanes, dtype=dtype)
-    matrices = [drawn(n, count, 16 * lanes, dtype=dtype) for n, count in enumerate(rows)]
+    x = random_tensor(0, tokens, 16 * lanes, dtype=dtype)
+    matrices = [random_tensor(n, count, 16 * lanes, dtype=dtype) for n, count in enumerate(rows)]
     check_product(multiply_small_batch(x, matrices), x, matrices, EPS[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_does_not_see_those_beside_it_nor_the_threads(dtype):
-    x, w = drawn(0, 7, 1040, dtype=dtype), [drawn(1, 131, 1040, dtype=dtype), drawn(2, 67, 1040, dtype=dtype)]
+    x, w = (
+        random_tensor(0, 7, 1040, dtype=dtype),
+        [random_tensor(1, 131, 1040, dtype=dtype), random_tensor(2, 67, 1040, dtype=dtype)],
+    )
     together, threads = multiply_small_batch(x, w), torch.get_num_threads()
     alone = torch.cat([multiply_small_batch(x[n : n + 1], w) for n in range(7)])
     assert torch.equal(together, alone)
@@ -67,16 +70,16 @@ def test_a_token_does_not_see_those_beside_it_nor_the_threads(dtype):
 def test_bits_of_every_place_are_read():
     """A matrix that picks one number of a token each: whichever place it has in its vector."""
     for dtype in (torch.float32, torch.bfloat16):
-        x = drawn(0, 3, 80, dtype=dtype)
+        x = random_tensor(0, 3, 80, dtype=dtype)
         assert torch.equal(multiply_small_batch(x, [torch.eye(80, dtype=dtype)]), x)
 
 
 def test_memory_around_the_result_is_untouched():
     """Four rows are read at once: where fewer are left, no others are, and nothing beyond them is written."""
     for rows in range(1, 10):
-        around = drawn(1, rows + 6, 48)
+        around = random_tensor(1, rows + 6, 48)
         w = around[:rows]
-        clean = multiply_small_batch(x := drawn(0, 3, 48), [w, w])
+        clean = multiply_small_batch(x := random_tensor(0, 3, 48), [w, w])
         around[rows:] = torch.nan
         assert torch.equal(multiply_small_batch(x, [w, w]), clean)
         assert torch.equal(clean[:, :rows], clean[:, rows:])
@@ -97,7 +100,7 @@ def test_results_are_rounded_as_in_torch():
 
 
 def test_infinities_stay_in_their_token():
-    x, w = drawn(0, 5, 48), [drawn(1, 67, 48)]
+    x, w = random_tensor(0, 5, 48), [random_tensor(1, 67, 48)]
     clean = multiply_small_batch(x, w)
     x[3, 17] = torch.nan
     y = multiply_small_batch(x, w)
@@ -106,16 +109,16 @@ def test_infinities_stay_in_their_token():
 
 
 def test_gradients_are_those_of_the_product():
-    x, w = drawn(0, 3, 48).requires_grad_(), [drawn(n, 5 + n, 48).requires_grad_() for n in (1, 2)]
-    told = drawn(9, 3, 13)
-    ours = torch.autograd.grad(multiply_small_batch(x, w), [x, *w], told)
-    theirs = torch.autograd.grad(torch.cat([F.linear(x, one) for one in w], 1), [x, *w], told)
+    x, w = random_tensor(0, 3, 48).requires_grad_(), [random_tensor(n, 5 + n, 48).requires_grad_() for n in (1, 2)]
+    result = random_tensor(9, 3, 13)
+    ours = torch.autograd.grad(multiply_small_batch(x, w), [x, *w], result)
+    theirs = torch.autograd.grad(torch.cat([F.linear(x, one) for one in w], 1), [x, *w], result)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other)
 
 
 def test_torch_knows_its_shape_and_flops():
-    x, w = drawn(0, 3, 48), [drawn(1, 5, 48), drawn(2, 7, 48)]
+    x, w = random_tensor(0, 3, 48), [random_tensor(1, 5, 48), random_tensor(2, 7, 48)]
     op = torch.ops.headwise.small_batch_matmul.default
     torch.library.opcheck(op, (x, w), test_utils=("test_schema", "test_faketensor"))
     with FlopCounterMode(display=False) as counted:
@@ -131,22 +134,22 @@ TALL = MIN_GEMV_WEIGHTS // (4 * WIDE)
 
 
 def test_few_tokens_and_much_to_read_are_for_the_kernel():
-    w = drawn(0, TALL, WIDE)
+    w = random_tensor(0, TALL, WIDE)
     with torch.no_grad():
-        assert uses_gemv_kernel(drawn(1, MAX_GEMV_TOKENS, 1, WIDE), [w])
-        assert uses_gemv_kernel(drawn(1, 1, WIDE), [w[: TALL // 2], w[TALL // 2 :]])
+        assert uses_gemv_kernel(random_tensor(1, MAX_GEMV_TOKENS, 1, WIDE), [w])
+        assert uses_gemv_kernel(random_tensor(1, 1, WIDE), [w[: TALL // 2], w[TALL // 2 :]])
 
 
 @pytest.mark.parametrize(
     ("x", "w"),
     [
-        (drawn(1, MAX_GEMV_TOKENS + 1, WIDE), drawn(0, TALL, WIDE)),
-        (drawn(1, 1, WIDE), drawn(0, TALL - 1, WIDE)),
-        (drawn(1, 0, WIDE), drawn(0, TALL, WIDE)),
-        (drawn(1, 1, WIDE + 8), drawn(0, TALL, WIDE + 8)),
-        (drawn(1, 1, WIDE), drawn(0, WIDE, TALL).T),
-        (drawn(1, 1, WIDE).double(), drawn(0, TALL, WIDE).double()),
-        (drawn(1, 1, WIDE), drawn(0, 2 * TALL, WIDE).bfloat16()),
+        (random_tensor(1, MAX_GEMV_TOKENS + 1, WIDE), random_tensor(0, TALL, WIDE)),
+        (random_tensor(1, 1, WIDE), random_tensor(0, TALL - 1, WIDE)),
+        (random_tensor(1, 0, WIDE), random_tensor(0, TALL, WIDE)),
+        (random_tensor(1, 1, WIDE + 8), random_tensor(0, TALL, WIDE + 8)),
+        (random_tensor(1, 1, WIDE), random_tensor(0, WIDE, TALL).T),
+        (random_tensor(1, 1, WIDE).double(), random_tensor(0, TALL, WIDE).double()),
+        (random_tensor(1, 1, WIDE), random_tensor(0, 2 * TALL, WIDE).bfloat16()),
     ],
     ids=["tokens", "small", "none", "width", "turned", "double", "mixed"],
 )
@@ -156,7 +159,7 @@ def test_all_other_calls_run_in_torch(x, w):
 
 
 def test_gradients_and_autocast_are_for_torch():
-    x, w = drawn(1, 1, WIDE), drawn(0, TALL, WIDE)
+    x, w = random_tensor(1, 1, WIDE), random_tensor(0, TALL, WIDE)
     assert not uses_gemv_kernel(x, [w])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert not uses_gemv_kernel(x, [w])
@@ -165,31 +168,31 @@ def test_gradients_and_autocast_are_for_torch():
 
 def test_a_gated_feed_meets_its_input_once(monkeypatch):
     feed = FeedForward(FeedForwardSpec(TALL, "silu", form="gated"), WIDE)
-    asked: list[int] = []
+    recorded: list[int] = []
 
     def counting(x: Tensor, weights: list[Tensor]) -> Tensor:
-        asked.append(len(weights))
+        recorded.append(len(weights))
         return multiply_small_batch(x, weights)
 
     monkeypatch.setattr(linear_ops, "multiply_small_batch", counting)
-    x = drawn(3, 2, 1, WIDE)
+    x = random_tensor(3, 2, 1, WIDE)
     with torch.no_grad():
         y = feed(x)
         gate, up = F.linear(x, feed.gate), F.linear(x, feed.up)
         torch.testing.assert_close(y, F.linear(F.silu(gate) * up, feed.down), rtol=1e-4, atol=1e-5)
-    assert asked == [2, 1]
+    assert recorded == [2, 1]
 
 
 def test_without_numba_torch_does_all(monkeypatch):
     monkeypatch.setattr(linear_ops.GEMV_KERNELS, "is_usable", lambda dtype: False)
     with torch.no_grad():
-        assert not uses_gemv_kernel(drawn(1, 1, WIDE), [drawn(0, TALL, WIDE)])
+        assert not uses_gemv_kernel(random_tensor(1, 1, WIDE), [random_tensor(0, TALL, WIDE)])
 
 
 def test_changed_weights_are_read():
     """Matrices are read as they lie: written to in place, behind autograd's back, or replaced."""
     net = torch.nn.Linear(WIDE, TALL, bias=False)
-    x = drawn(1, 2, WIDE)
+    x = random_tensor(1, 2, WIDE)
     with torch.no_grad():
         before = linear(x, net.weight)
         net.weight.data.mul_(2)
@@ -199,8 +202,8 @@ def test_changed_weights_are_read():
 
 
 def test_a_bias_is_added_and_views_are_those_of_each_matrix():
-    x, w = drawn(1, 2, 2, WIDE), [drawn(0, TALL, WIDE), drawn(2, 3, WIDE)]
-    bias = drawn(3, TALL)
+    x, w = random_tensor(1, 2, 2, WIDE), [random_tensor(0, TALL, WIDE), random_tensor(2, 3, WIDE)]
+    bias = random_tensor(3, TALL)
     with torch.no_grad():
         torch.testing.assert_close(linear(x, w[0], bias), F.linear(x, w[0], bias), rtol=1e-4, atol=1e-4)
         for y, one in zip(linear_many(x, w), w, strict=True):
@@ -224,13 +227,16 @@ def test_steps_of_a_model_whose_matrices_are_large_are_one_pass(dtype):
 
 
 def test_matrices_that_are_converted_anyway_are_one_product():
-    x, w = drawn(0, 2, 9, 48).requires_grad_(), [drawn(n, 5 + n, 48).requires_grad_() for n in (1, 2, 3)]
-    told = [drawn(9 + n, 2, 9, 5 + n).bfloat16() for n in (1, 2, 3)]
+    x, w = (
+        random_tensor(0, 2, 9, 48).requires_grad_(),
+        [random_tensor(n, 5 + n, 48).requires_grad_() for n in (1, 2, 3)],
+    )
+    values = [random_tensor(9 + n, 2, 9, 5 + n).bfloat16() for n in (1, 2, 3)]
     found = []
     for way in (lambda: linear_many(x, w), lambda: [F.linear(x, one) for one in w]):
         with torch.autocast("cpu", torch.bfloat16):
             y = way()
-        found.append([*y, *torch.autograd.grad(list(y), [x, *w], told)])
+        found.append([*y, *torch.autograd.grad(list(y), [x, *w], values)])
     assert len({y.untyped_storage().data_ptr() for y in found[0][:3]}) == 1
     for ours, theirs in zip(*found, strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
@@ -239,7 +245,7 @@ def test_matrices_that_are_converted_anyway_are_one_product():
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_other_linears_are_not_joined(frozen):
-    x, w = drawn(0, 9, 48), [drawn(n, 7, 48).requires_grad_(n > frozen) for n in (1, 2)]
+    x, w = random_tensor(0, 9, 48), [random_tensor(n, 7, 48).requires_grad_(n > frozen) for n in (1, 2)]
     assert not linear_ops.should_concatenate(x, w)
     with torch.autocast("cpu", torch.bfloat16):
         assert linear_ops.should_concatenate(x, w) == (not frozen)
@@ -250,14 +256,14 @@ def test_other_linears_are_not_joined(frozen):
 @pytest.mark.parametrize("modifiers", [(), (hw.Rotary(),)], ids=["plain", "turned"])
 def test_a_layer_in_mixed_precision_learns_the_same_and_keeps_no_more(modifiers, monkeypatch):
     layer = hw.Attention(hw.design(model=32, heads=4, kv=2, pattern="causal", modifiers=modifiers))
-    x, found = drawn(0, 3, 64, 32).requires_grad_(), []
+    x, found = random_tensor(0, 3, 64, 32).requires_grad_(), []
     for joined in (True, False):
         if not joined:
-            monkeypatch.setattr(linear_ops, "should_concatenate", lambda *given: False)
-        held = {}
+            monkeypatch.setattr(linear_ops, "should_concatenate", lambda *args: False)
+        recorded = {}
 
-        def keep(tensor, held=held):
-            held[tensor.untyped_storage().data_ptr()] = tensor
+        def keep(tensor, tensors=recorded):
+            tensors[tensor.untyped_storage().data_ptr()] = tensor
             return tensor
 
         with (
@@ -265,8 +271,8 @@ def test_a_layer_in_mixed_precision_learns_the_same_and_keeps_no_more(modifiers,
             torch.autocast("cpu", torch.bfloat16),
         ):
             y = layer(x)
-        kept = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
-        found.append((kept, [y, *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]))
+        result = sum(tensor.untyped_storage().nbytes() for tensor in recorded.values())
+        found.append((result, [y, *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]))
     assert found[0][0] <= found[1][0]
     for ours, theirs in zip(found[0][1], found[1][1], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2 * theirs.abs().max().item())

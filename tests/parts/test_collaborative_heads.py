@@ -14,16 +14,16 @@ from support import layer_cases as cases
 from support.layer_cases import base, check_close
 
 
-def twin(made) -> hw.Attention:
-    layer = hw.Attention(made.spec).double().eval()
-    layer.load_state_dict(made.weights, strict=True)
+def layer_from_weights(model) -> hw.Attention:
+    layer = hw.Attention(model.spec).double().eval()
+    layer.load_state_dict(model.weights, strict=True)
     return layer
 
 
 def scores(layer: hw.Attention, x, z=None):
-    seen = hw.Probe("scores")
-    layer(x, source=z, probe=seen)
-    return seen.tensors["scores"]
+    probe = hw.Probe("scores")
+    layer(x, source=z, probe=probe)
+    return probe.tensors["scores"]
 
 
 def forms(layer: hw.Attention) -> np.ndarray:
@@ -34,14 +34,14 @@ def forms(layer: hw.Attention) -> np.ndarray:
     return np.stack([a.T @ b for a, b in zip(q, k, strict=True)])
 
 
-def shared_forms(made) -> np.ndarray:
-    q, m, k = (made.weights[f"project.{name}"].numpy() for name in ("q", "mixing", "k"))
+def shared_forms(model) -> np.ndarray:
+    q, m, k = (model.weights[f"project.{name}"].numpy() for name in ("q", "mixing", "k"))
     return np.stack([q.T @ np.diag(row) @ k for row in m])
 
 
-def brute(layer: hw.Attention, made) -> float:
+def brute(layer: hw.Attention, model) -> float:
     whole = forms(layer)
-    return float(np.linalg.norm(whole - shared_forms(made)) / np.linalg.norm(whole))
+    return float(np.linalg.norm(whole - shared_forms(model)) / np.linalg.norm(whole))
 
 
 def sharing(width: int, spec) -> hw.Attention:
@@ -58,7 +58,7 @@ def sharing(width: int, spec) -> hw.Attention:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "options",
     [
         {"bias": "qkvo"},
         {"bias": "qv", "kv": 2, "vdim": 5},
@@ -69,27 +69,32 @@ def sharing(width: int, spec) -> hw.Attention:
     ],
     ids=str,
 )
-def test_full_width_is_exact(said):
-    layer = cases.layer(base(**said))
+def test_full_width_is_exact(options):
+    layer = cases.layer(base(**options))
     x, z = cases.tensors(layer.spec)
     heads = layer.spec.heads
-    made = hw.convert_to_collaborative(layer.spec, layer.state_dict(), heads.q * heads.dim)
-    check_close(twin(made)(x, source=z), layer(x, source=z))
-    assert made.sweeps == 0
-    assert made.relative_error < 1e-15
-    assert made.weights["project.mixing"].tolist() == torch.eye(heads.q).repeat_interleave(heads.dim, 1).tolist()
-    if "k" not in said.get("bias", ""):
-        check_close(scores(twin(made), x, z), scores(layer, x, z))
+    to_collaborative = hw.convert_to_collaborative(layer.spec, layer.state_dict(), heads.q * heads.dim)
+    check_close(layer_from_weights(to_collaborative)(x, source=z), layer(x, source=z))
+    assert to_collaborative.sweeps == 0
+    assert to_collaborative.relative_error < 1e-15
+    assert (
+        to_collaborative.weights["project.mixing"].tolist()
+        == torch.eye(heads.q).repeat_interleave(heads.dim, 1).tolist()
+    )
+    if "k" not in options.get("bias", ""):
+        check_close(scores(layer_from_weights(to_collaborative), x, z), scores(layer, x, z))
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_a_space_that_is_shared_is_found(width):
     layer = sharing(width, base())
     x, _ = cases.tensors(layer.spec)
-    made = hw.convert_to_collaborative(layer.spec, layer.state_dict(), width)
-    assert made.relative_error < 1e-6
-    check_close(twin(made)(x), layer(x), atol=1e-5, rtol=1e-5)
-    check_close(scores(twin(made), x), scores(layer, x), atol=1e-4, rtol=1e-5)  # at the scale they had
+    to_collaborative = hw.convert_to_collaborative(layer.spec, layer.state_dict(), width)
+    assert to_collaborative.relative_error < 1e-6
+    check_close(layer_from_weights(to_collaborative)(x), layer(x), atol=1e-5, rtol=1e-5)
+    check_close(
+        scores(layer_from_weights(to_collaborative), x), scores(layer, x), atol=1e-4, rtol=1e-5
+    )  # at the scale they had
     assert hw.convert_to_collaborative(layer.spec, layer.state_dict(), width - 1).relative_error > 0.01
 
 
@@ -105,18 +110,18 @@ def test_bands_that_overlap_are_found():
             rows = slice(4 * h, 4 * h + 4)
             layer.project["q"][rows] = torch.randn(4, 1, dtype=torch.float64) * shared[0, band]
             layer.project["k"][rows] = shared[1, band]
-    made = hw.convert_to_collaborative(spec, layer.state_dict(), 12, max_sweeps=2000)
-    assert made.relative_error < 1e-6
+    to_collaborative = hw.convert_to_collaborative(spec, layer.state_dict(), 12, max_sweeps=2000)
+    assert to_collaborative.relative_error < 1e-6
 
 
-@pytest.mark.parametrize("said", [{}, {"kv": 2, "source": 13}, {"dim": 11, "heads": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"kv": 2, "source": 13}, {"dim": 11, "heads": 2}], ids=str)
 @pytest.mark.parametrize("width", [1, 7, 20])
-def test_the_error_is_that_of_the_tensor(said, width):
-    layer = cases.layer(base(**said))
+def test_the_error_is_that_of_the_tensor(options, width):
+    layer = cases.layer(base(**options))
     for sweeps in (0, 3):
-        made = hw.convert_to_collaborative(layer.spec, layer.state_dict(), width, max_sweeps=sweeps)
-        assert made.relative_error == pytest.approx(brute(layer, made), rel=1e-9, abs=1e-14)
-        assert made.sweeps <= sweeps
+        to_collaborative = hw.convert_to_collaborative(layer.spec, layer.state_dict(), width, max_sweeps=sweeps)
+        assert to_collaborative.relative_error == pytest.approx(brute(layer, to_collaborative), rel=1e-9, abs=1e-14)
+        assert to_collaborative.sweeps <= sweeps
 
 
 def test_sweeps_and_ranks_never_make_it_worse():
@@ -139,8 +144,8 @@ def test_sweeps_and_ranks_never_make_it_worse():
 def test_each_step_is_the_best_for_the_others():
     """After many sweeps no factor can be bettered alone: a least-squares fit of each on the tensor finds it again."""
     layer = cases.layer(base())
-    made = hw.convert_to_collaborative(layer.spec, layer.state_dict(), 5, max_sweeps=3000, tolerance=0.0)
-    q, m, k = (made.weights[f"project.{name}"].numpy() for name in ("q", "mixing", "k"))
+    to_collaborative = hw.convert_to_collaborative(layer.spec, layer.state_dict(), 5, max_sweeps=3000, tolerance=0.0)
+    q, m, k = (to_collaborative.weights[f"project.{name}"].numpy() for name in ("q", "mixing", "k"))
     whole = forms(layer)
     design = np.einsum("rd,re->der", q, k).reshape(-1, 5)
     best = np.linalg.lstsq(design, whole.reshape(6, -1).T, rcond=None)[0].T
@@ -205,9 +210,9 @@ NO_NUMBERS = {
 
 @pytest.mark.parametrize("reason", NO_NUMBERS)
 def test_nan_weights_are_refused(reason):
-    said = {"width": 5, "weights": cases.layer(base()).state_dict()} | NO_NUMBERS[reason]
+    options = {"width": 5, "weights": cases.layer(base()).state_dict()} | NO_NUMBERS[reason]
     with pytest.raises(hw.SpecError, match=reason):
-        hw.convert_to_collaborative(base(), **said)
+        hw.convert_to_collaborative(base(), **options)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +222,11 @@ def test_the_error_does_not_depend_on_size(times):
     layer = cases.layer(base())
     weights, x = layer.state_dict(), torch.randn(3, 7, 10, dtype=torch.float64)
     plain = hw.convert_to_collaborative(layer.spec, weights, 7)
-    scaled = {name: held * times.get(name.removeprefix("project."), 1.0) for name, held in weights.items()}
-    made = hw.convert_to_collaborative(layer.spec, scaled, 7)
-    assert made.relative_error == pytest.approx(plain.relative_error, rel=1e-6)
+    scaled = {name: tensor * times.get(name.removeprefix("project."), 1.0) for name, tensor in weights.items()}
+    to_collaborative = hw.convert_to_collaborative(layer.spec, scaled, 7)
+    assert to_collaborative.relative_error == pytest.approx(plain.relative_error, rel=1e-6)
     assert hw.convert_to_collaborative(layer.spec, scaled, 24).relative_error == 0
-    assert twin(made)(x).isfinite().all()
+    assert layer_from_weights(to_collaborative)(x).isfinite().all()
 
 
 @pytest.mark.parametrize("heads", [6, 1], ids=["all", "one"])
@@ -232,13 +237,19 @@ def test_heads_with_zero_scores(heads, sides, width):
     with torch.no_grad():
         for side in sides:
             layer.project[side][: 4 * heads] = 0
-    made = hw.convert_to_collaborative(layer.spec, layer.state_dict(), width)
-    assert made.relative_error < 1e-15 if heads == 6 or width == 24 else 0 < made.relative_error < 1
-    assert all(held.isfinite().all() for held in made.weights.values())
+    to_collaborative = hw.convert_to_collaborative(layer.spec, layer.state_dict(), width)
+    assert (
+        to_collaborative.relative_error < 1e-15
+        if heads == 6 or width == 24
+        else 0 < to_collaborative.relative_error < 1
+    )
+    assert all(weight.isfinite().all() for weight in to_collaborative.weights.values())
     x, _ = cases.tensors(layer.spec)
     if heads == 6 or width == 24:
-        check_close(twin(made)(x), layer(x))
-    assert (scores(twin(made), x)[:, :heads].abs() <= 0.1 * scores(layer, x).abs().max()).all()
+        check_close(layer_from_weights(to_collaborative)(x), layer(x))
+    assert (
+        scores(layer_from_weights(to_collaborative), x)[:, :heads].abs() <= 0.1 * scores(layer, x).abs().max()
+    ).all()
 
 
 def test_sums_of_features_have_no_place_for_a_content_bias():
@@ -248,8 +259,8 @@ def test_sums_of_features_have_no_place_for_a_content_bias():
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_unsupported_layers_are_refused(reason):
-    said, width = REFUSED[reason]
-    spec = base(**said)
+    options, width = REFUSED[reason]
+    spec = base(**options)
     with pytest.raises(hw.SpecError, match=reason):
         hw.convert_to_collaborative(spec, cases.layer(spec).state_dict(), width)
 
@@ -257,16 +268,16 @@ def test_unsupported_layers_are_refused(reason):
 def test_the_query_bias_needs_no_softmax():
     layer = cases.layer(base(bias="qv", normaliser=hw.Sigmoid(), modifiers=(hw.Softcap(limit=3.0),)))
     x, _ = cases.tensors(layer.spec)
-    check_close(twin(hw.convert_to_collaborative(layer.spec, layer.state_dict(), 24))(x), layer(x))
+    check_close(layer_from_weights(hw.convert_to_collaborative(layer.spec, layer.state_dict(), 24))(x), layer(x))
 
 
 def test_a_converted_layer_can_be_cut():
     layer = cases.layer(base(bias="q", kv=2))
-    made = hw.convert_to_collaborative(layer.spec, layer.state_dict(), 9)
+    to_collaborative = hw.convert_to_collaborative(layer.spec, layer.state_dict(), 9)
     x, _ = cases.tensors(layer.spec)
     loud = torch.tensor([0.0, 1, 0, 1, 1, 0], dtype=torch.float64)[:, None]
-    silenced = twin(made)(x, probe=hw.Probe("heads", callback=lambda _, o: o * loud))
-    spec, weights = hw.nn.head_axis_ops.keep_heads(made.spec, made.weights, [1, 3, 4])
+    silenced = layer_from_weights(to_collaborative)(x, probe=hw.Probe("heads", callback=lambda _, o: o * loud))
+    spec, weights = hw.nn.head_axis_ops.keep_heads(to_collaborative.spec, to_collaborative.weights, [1, 3, 4])
     cut = hw.Attention(spec).double().eval()
     cut.load_state_dict(weights)
     check_close(cut(x), silenced)

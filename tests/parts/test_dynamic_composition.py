@@ -22,7 +22,7 @@ def matrices(p, part, side, x, heads):
     groups, rank = part.groups, part.rank
     each = heads // groups
     units = 2 * rank * each
-    made = np.zeros((*x.shape[:2], heads, heads))
+    built = np.zeros((*x.shape[:2], heads, heads))
     u = gelu(x @ p[f"{side}_hidden"].T)
     g = np.tanh(x @ p[f"{side}_gate"].T)
     w1, w2 = (p[f"{side}_{kind}"].reshape(rank, heads, units) for kind in ("source", "target"))
@@ -31,8 +31,8 @@ def matrices(p, part, side, x, heads):
         mine = u[..., n * units : (n + 1) * units]
         a, b = (np.einsum("rhu,btu->btrh", w[:, own], mine) for w in (w1, w2))
         a = a / np.sqrt((a**2).mean(-1, keepdims=True) + 1e-6)
-        made[:, :, own, own] = np.einsum("btrh,btro->btho", a, b)
-    return made + np.eye(heads) * g[:, :, None]
+        built[:, :, own, own] = np.einsum("btrh,btro->btho", a, b)
+    return built + np.eye(heads) * g[:, :, None]
 
 
 def merged(layer, part, x, z):
@@ -61,14 +61,14 @@ def test_one_matrix_for_every_pair(on, groups, sides, static, rank):
     part = hw.Dynamic(on=on, rank=rank, static=static, groups=groups, sides=sides)
     layer = cases.layer(base(modifiers=(part,), kv=2, source=13))
     x, z = cases.tensors(layer.spec)
-    seen, usual = hw.Probe(on), hw.Probe(on)
-    layer(x, source=z, probe=seen)
+    probe, usual = hw.Probe(on), hw.Probe(on)
+    layer(x, source=z, probe=probe)
     plain = hw.Attention(cases.change_spec(layer.spec, modifiers=())).double().eval()
     plain.load_state_dict({name: layer.state_dict()[name] for name in plain.state_dict()})
     plain(x, source=z, probe=usual)
     mixing = merged(layer, part, x.numpy(), z.numpy())
     expected = np.einsum("bhts,btsho->bots", usual.tensors[on].detach().numpy(), mixing)
-    check_close(seen.tensors[on], torch.from_numpy(expected))
+    check_close(probe.tensors[on], torch.from_numpy(expected))
 
 
 def part_of(weights, spec, small, group):
@@ -121,11 +121,11 @@ def test_outputs_in_another_order(groups):
         spec, layer.state_dict(), {"out": hw.nn.head_axis_ops.select_heads(order)}
     )
     turned = cases.change_spec(spec, heads=hw.Heads(q=6, kv=6, dim=4, score_head_of_output=order))
-    twin = hw.Attention(turned).double().eval()
-    twin.load_state_dict(weights)
+    other = hw.Attention(turned).double().eval()
+    other.load_state_dict(weights)
     x, _ = cases.tensors(spec)
-    check_close(twin(x), layer(x))
-    check_close(twin(x), hw.nn.reference.reference_attention(twin, x))
+    check_close(other(x), layer(x))
+    check_close(other(x), hw.nn.reference.reference_attention(other, x))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

@@ -15,7 +15,7 @@ from support import layer_cases as cases
 from support.layer_cases import EVERY, base, check_close
 
 
-def twin(spec, weights, dtype=torch.float64) -> hw.Attention:
+def layer_from_weights(spec, weights, dtype=torch.float64) -> hw.Attention:
     layer = hw.Attention(spec).to(dtype).eval()
     layer.load_state_dict(weights, strict=True)
     return layer
@@ -39,8 +39,8 @@ def test_a_merged_layer_is_refused_or_the_same(name):
         with pytest.raises(hw.SpecError):
             convert_to_latent(spec, layer.state_dict())
         return
-    made, weights = convert_to_latent(spec, layer.state_dict())
-    shared = twin(made, weights)
+    values, weights = convert_to_latent(spec, layer.state_dict())
+    shared = layer_from_weights(values, weights)
     check_close(shared(x, source=z), layer(x, source=z))
     if z is None and spec.pattern.tokens_before_decode == 0:
         cache = shared.cache(batch=3, capacity=7)
@@ -49,7 +49,7 @@ def test_a_merged_layer_is_refused_or_the_same(name):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "options",
     [
         {"modifiers": (hw.Rotary(),)},
         {"modifiers": (hw.Rotary(pairs="interleaved"),), "bias": "qkvo"},
@@ -63,21 +63,21 @@ def test_a_merged_layer_is_refused_or_the_same(name):
     ],
     ids=str,
 )
-def test_the_latent_of_a_token_holds_its_keys_and_values(said):
-    spec = base(**({"kv": 3, "vdim": 5} | said))
+def test_the_latent_of_a_token_holds_its_keys_and_values(options):
+    spec = base(**({"kv": 3, "vdim": 5} | options))
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
-    made, weights = convert_to_latent(spec, layer.state_dict())
-    shared = twin(made, weights)
+    values, weights = convert_to_latent(spec, layer.state_dict())
+    shared = layer_from_weights(values, weights)
     check_close(shared(x, source=z), layer(x, source=z))
-    assert hw.costs.cached_numbers_per_token(made) == hw.costs.cached_numbers_per_token(spec)
+    assert hw.costs.cached_numbers_per_token(values) == hw.costs.cached_numbers_per_token(spec)
     read = x if z is None else z
     ours, theirs = shared.project_source(read).entry, layer.project_source(read).entry
-    told = torch.cat([ours["c"], ours["r"]], -1).sort(-1).values
-    check_close(told, torch.cat([theirs["k"].flatten(2), theirs["v"].flatten(2)], -1).sort(-1).values)
-    half = convert_to_latent(spec, {name: held.float() for name, held in layer.state_dict().items()})
+    latents = torch.cat([ours["c"], ours["r"]], -1).sort(-1).values
+    check_close(latents, torch.cat([theirs["k"].flatten(2), theirs["v"].flatten(2)], -1).sort(-1).values)
+    half = convert_to_latent(spec, {name: tensor.float() for name, tensor in layer.state_dict().items()})
     check_close(
-        twin(*half, torch.float32)(x.float(), source=z if z is None else z.float()),
+        layer_from_weights(*half, torch.float32)(x.float(), source=z if z is None else z.float()),
         layer(x, source=z),
         rtol=1e-4,
         atol=1e-4,
@@ -93,7 +93,7 @@ def test_copies_turn_each_head_as_it_turned_alone():
 
 
 def test_why_a_layer_is_no_latent():
-    for said, reason in (
+    for options, reason in (
         (
             {"modifiers": (hw.QKNorm(), hw.Rotary())},
             "qk_norm and rotary on queries and keys have no form for concatenated heads",
@@ -102,7 +102,7 @@ def test_why_a_layer_is_no_latent():
         ({"project": hw.Overlapping(overlap=0)}, "project Overlapping; give one with project Direct"),
         ({"similarity": hw.Gaussian()}, "use Dot"),
     ):
-        spec = base(**said)
+        spec = base(**options)
         with pytest.raises(hw.SpecError, match=reason):
             convert_to_latent(spec, cases.layer(spec).state_dict())
     for bias in ("k", "v", "qk", "vk"):
@@ -118,7 +118,9 @@ def test_all_heads_routed_to_are_the_same_layer(shared):
     spec = base(kv=2, pattern="causal()", bias="qkvo", modifiers=(hw.Rotary(), hw.Alibi()))
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
-    check_close(twin(*convert_to_mixture_of_heads(spec, layer.state_dict(), shared, 6 - len(shared)))(x), layer(x))
+    check_close(
+        layer_from_weights(*convert_to_mixture_of_heads(spec, layer.state_dict(), shared, 6 - len(shared)))(x), layer(x)
+    )
 
 
 @pytest.mark.parametrize("shared", [(), (4,), (5, 1)], ids=str)
@@ -126,28 +128,30 @@ def test_a_token_closes_the_heads_with_the_smallest_query_norms(shared):
     spec = base(kv=2, pattern="causal()", bias="qkvo", modifiers=(hw.Rotary(),))
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
-    held = {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
-    q = (x.numpy() @ held["project.q"].T + held["project.q_bias"]).reshape(3, 7, 6, 4)
+    tensors = {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
+    q = (x.numpy() @ tensors["project.q"].T + tensors["project.q_bias"]).reshape(3, 7, 6, 4)
     others = [head for head in range(6) if head not in shared]
     order = np.linalg.norm(q, axis=-1)[..., others].argsort(-1)
     gate = np.ones((3, 7, 6))
     for silent in range(len(others) - 2):
         np.put_along_axis(gate, np.array(others)[order[..., silent : silent + 1]], 0.0, -1)
     heads = layer.head_outputs(x).detach().numpy() * gate[..., None]
-    told = np.einsum("btov,dov->btd", heads, held["output.o"].reshape(10, 6, 4)) + held["output.o_bias"]
-    check_close(twin(*convert_to_mixture_of_heads(spec, layer.state_dict(), shared, 2))(x), torch.tensor(told))
+    result = np.einsum("btov,dov->btd", heads, tensors["output.o"].reshape(10, 6, 4)) + tensors["output.o_bias"]
+    check_close(
+        layer_from_weights(*convert_to_mixture_of_heads(spec, layer.state_dict(), shared, 2))(x), torch.tensor(result)
+    )
 
 
 def test_pairs_are_routed_by_the_query_of_the_first():
     spec = base(heads=3, modifiers=(hw.DifferentialV2(),))
-    made, weights = convert_to_mixture_of_heads(spec, cases.layer(spec).state_dict(), [1], 1)
+    values, weights = convert_to_mixture_of_heads(spec, cases.layer(spec).state_dict(), [1], 1)
     assert weights["routed.asker"].tolist() == [0, 4]
     assert weights["routed.slot"].tolist() == [1, 0, 2]
-    assert made.modifiers[-1] == hw.Routed(always=1, active=1, router="norm")
+    assert values.modifiers[-1] == hw.Routed(always=1, active=1, router="norm")
 
 
 def test_unroutable_layers_are_refused():
-    for said, shared, active, reason in (
+    for options, shared, active, reason in (
         ({}, [6], 1, r"must be heads in 0\.\.5"),
         ({}, [1, 1], 1, "each at most once"),
         ({}, [0], 6, "needs more than the 6 heads there are"),
@@ -156,6 +160,6 @@ def test_unroutable_layers_are_refused():
         ({"modifiers": (hw.Routed(),)}, [0], 2, "routed already"),
         ({"project": hw.Latent(rank=8, rope=0)}, [0], 2, "heads.dim channels, unlike Latent"),
     ):
-        spec = base(**said)
+        spec = base(**options)
         with pytest.raises(hw.SpecError, match=reason):
             convert_to_mixture_of_heads(spec, cases.layer(spec).state_dict(), shared, active)

@@ -24,9 +24,9 @@ def best(p, active):
 
 
 def heads_of(layer, x, **call):
-    seen = hw.Probe("heads")
-    layer(x, probe=seen, **call)
-    return seen.tensors["heads"]
+    probe = hw.Probe("heads")
+    layer(x, probe=probe, **call)
+    return probe.tensors["heads"]
 
 
 def plain(layer):
@@ -34,9 +34,9 @@ def plain(layer):
     spec = cases.change_spec(
         layer.spec, modifiers=tuple(m for m in layer.spec.modifiers if not isinstance(m, hw.Routed))
     )
-    twin = hw.Attention(spec).double().eval()
-    twin.load_state_dict({name: layer.state_dict()[name] for name in twin.state_dict()})
-    return twin
+    other = hw.Attention(spec).double().eval()
+    other.load_state_dict({name: layer.state_dict()[name] for name in other.state_dict()})
+    return other
 
 
 def learned(x, p, always, active, norm):
@@ -47,8 +47,8 @@ def learned(x, p, always, active, norm):
         parts.append(shared * (always if norm == "code" and "shared" in p else 1))
     if "router" in p:
         share = softmax(x @ p["router"].T)
-        kept = share * best(share, active)
-        parts.append(active * kept / kept.sum(-1, keepdims=True) if norm == "code" else kept)
+        keep = share * best(share, active)
+        parts.append(active * keep / keep.sum(-1, keepdims=True) if norm == "code" else keep)
     if len(parts) == 2:
         kinds = softmax(x @ p["kind"].T) * (2 if norm == "code" else 1)
         parts = [part * kinds[..., n : n + 1] for n, part in enumerate(parts)]
@@ -98,10 +98,10 @@ def test_a_grouped_layer_is_converted_without_a_weight():
     x, _ = cases.tensors(spec)
     ours, theirs = heads_of(layer, x), heads_of(trained, x)
     assert torch.equal(ours[:, :, :4], theirs[:, :, :4])  # the whole first group of keys
-    speaks = (ours[:, :, 4:] == theirs[:, :, 4:]).all(-1)
-    assert (speaks.sum(-1) == 2).all()
-    assert (ours[:, :, 4:][~speaks] == 0).all()
-    assert len({tuple(row) for row in speaks.flatten(0, 1).tolist()}) > 1  # by token, and not by head
+    result = (ours[:, :, 4:] == theirs[:, :, 4:]).all(-1)
+    assert (result.sum(-1) == 2).all()
+    assert (ours[:, :, 4:][~result] == 0).all()
+    assert len({tuple(row) for row in result.flatten(0, 1).tolist()}) > 1  # by token, and not by head
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -112,16 +112,16 @@ def test_gradients_go_straight_through(training):
     c = torch.randn(3, 7, 10, dtype=torch.float64)
     ours = torch.autograd.grad((layer(x) * c).sum(), layer.project["q"])[0]
 
-    twin = plain(layer)
-    o = heads_of(twin, x)
-    q = (x @ twin.project["q"].T).view(3, 7, 6, 4)[:, :, 2:]
+    other = plain(layer)
+    o = heads_of(other, x)
+    q = (x @ other.project["q"].T).view(3, 7, 6, 4)[:, :, 2:]
     long = q.pow(2).sum(-1).sqrt()
     p = (long / long.std(-1, keepdim=True)).softmax(-1)
-    _, chosen = by_norm(x.numpy(), twin.project["q"].detach().numpy(), 2, 1)
+    _, chosen = by_norm(x.numpy(), other.project["q"].detach().numpy(), 2, 1)
     gates = torch.from_numpy(np.concatenate([np.ones((3, 7, 2)), chosen], -1)).requires_grad_()
-    loss = (twin.merge_heads(o * gates[..., None]) * c).sum()
-    through_heads, to_gates = torch.autograd.grad(loss, (twin.project["q"], gates), retain_graph=True)
-    through_p = torch.autograd.grad((p * to_gates[:, :, 2:]).sum(), twin.project["q"])[0]
+    loss = (other.merge_heads(o * gates[..., None]) * c).sum()
+    through_heads, to_gates = torch.autograd.grad(loss, (other.project["q"], gates), retain_graph=True)
+    through_p = torch.autograd.grad((p * to_gates[:, :, 2:]).sum(), other.project["q"])[0]
     assert (to_gates[:, :, 2:][torch.from_numpy(chosen) == 0].abs() > 1e-3).any()  # the others are not left out
     check_close(ours, through_heads + through_p)
 
@@ -144,9 +144,9 @@ def test_all_heads_routed_and_active_are_weighted_by_a_softmax():
 
 
 def balance(layer, x, **call):
-    ledger = hw.AuxLosses()
-    layer(x, probe=hw.Probe(aux_losses=ledger), **call)
-    return ledger.total("balance")
+    aux_losses = hw.AuxLosses()
+    layer(x, probe=hw.Probe(aux_losses=aux_losses), **call)
+    return aux_losses.total("balance")
 
 
 @pytest.mark.parametrize("router", ["learned", "norm"])
@@ -182,8 +182,8 @@ def test_ties_choose_the_first_head(router):
         for parameter in layer.routed.parameters():
             parameter.zero_()
         layer.project["q"].copy_(layer.project["q"][:4].repeat(6, 1))
-    speaks = heads_of(layer, x).abs().sum(-1) > 0
-    assert speaks.flatten(0, 1).unique(dim=0).tolist() == [[True, True, True, False, False, False]]
+    result = heads_of(layer, x).abs().sum(-1) > 0
+    assert result.flatten(0, 1).unique(dim=0).tolist() == [[True, True, True, False, False, False]]
 
 
 def test_queries_of_no_length_are_no_trouble():
@@ -199,8 +199,8 @@ def test_a_pair_is_routed_by_its_first_head():
     layer = cases.layer(base(heads=3, modifiers=(hw.Differential(), hw.Routed(1, 1, router="norm"))))
     x, _ = cases.tensors(layer.spec)
     _, chosen = by_norm(x.numpy(), layer.project["q"].detach().numpy().reshape(6, 4, 10)[::2].reshape(12, 10), 1, 1)
-    speaks = heads_of(layer, x).abs().sum(-1) > 0
-    assert speaks[:, :, 1:].tolist() == (chosen == 1).tolist()
+    result = heads_of(layer, x).abs().sum(-1) > 0
+    assert result[:, :, 1:].tolist() == (chosen == 1).tolist()
 
 
 def test_a_pruned_head_still_takes_part_in_routing():

@@ -24,8 +24,8 @@ BY_DEPTH = {
 ROTARY = (hw.Rotary(),)
 
 
-def scheduled(schedule: str, **said) -> hw.AttentionSpec:
-    return cases.base(project=hw.Overlapping(overlap=2, schedule=schedule), pattern="causal()", **said)
+def scheduled(schedule: str, **options) -> hw.AttentionSpec:
+    return cases.base(project=hw.Overlapping(overlap=2, schedule=schedule), pattern="causal()", **options)
 
 
 @pytest.mark.parametrize("schedule", BY_DEPTH)

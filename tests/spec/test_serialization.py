@@ -22,8 +22,8 @@ SMALL = "model = 10\nheads = {q = 6, dim = 4}\n"
 
 def check_comes_back(spec: hw.AttentionSpec) -> None:
     """Every written form of a spec reads as that spec, and a second writing is the same text."""
-    said = serialization.to_dict(spec)
-    assert serialization.from_dict(said) == spec
+    result = serialization.to_dict(spec)
+    assert serialization.from_dict(result) == spec
     assert hw.from_toml(hw.to_toml(spec)) == spec
     assert hw.from_json(hw.to_json(spec)) == spec
     assert hw.to_toml(hw.from_toml(hw.to_toml(spec))) == hw.to_toml(spec)
@@ -50,10 +50,10 @@ def test_all_forms_are_equal(spec: hw.AttentionSpec):
 
 
 @given(heads())
-def test_heads_come_back(drawn: hw.Heads):
-    assert eval(repr(drawn), vars(hw)) == drawn
-    spec = replace(base(), heads=drawn)
-    assert hw.from_toml(hw.to_toml(spec)).heads == drawn
+def test_heads_come_back(heads: hw.Heads):
+    assert eval(repr(heads), vars(hw)) == heads
+    spec = replace(base(), heads=heads)
+    assert hw.from_toml(hw.to_toml(spec)).heads == heads
 
 
 @given(patterns())
@@ -82,7 +82,7 @@ def test_two_spellings_of_one_list_are_one_spec():
 
 FRESH = """
 import headwise
-spec = headwise.design({said})
+spec = headwise.design({options})
 assert eval(repr(spec), vars(headwise)) == spec, repr(spec)
 print("same")
 """
@@ -95,10 +95,10 @@ FRESHLY = (
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("said", FRESHLY)
-def test_a_repr_can_be_evaluated_at_once(said: str):
+@pytest.mark.parametrize("value", FRESHLY)
+def test_a_repr_can_be_evaluated_at_once(value: str):
     """Nothing but `import headwise` and one design has happened in that interpreter."""
-    code = FRESH.replace("{said}", said)
+    code = FRESH.replace("{options}", value)
     ran = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
     assert ran.stdout.strip() == "same", ran.stderr
 
@@ -108,8 +108,8 @@ def test_a_repr_can_be_evaluated_at_once(said: str):
 
 def test_printed_specs_are_toml():
     spec = base(kv=3, pattern="window(5) | first(2)", modifiers=(hw.Rotary(scaling=hw.PI(4.0)), hw.HeadGate()))
-    said = tomllib.loads(str(spec))
-    assert said == {
+    table = tomllib.loads(str(spec))
+    assert table == {
         "model": 10,
         "pattern": "window(5) | first(2)",
         "heads": {"q": 6, "kv": 3, "dim": 4},
@@ -132,9 +132,9 @@ def test_defaults_may_be_omitted():
 
 
 def test_without_defaults_every_slot_is_required():
-    said = {"model": 10, "heads": {"q": 6, "dim": 4}}
+    options = {"model": 10, "heads": {"q": 6, "dim": 4}}
     with pytest.raises(hw.SpecError, match="the spec lacks project, similarity, pattern, normaliser, merge"):
-        serialization.from_dict(said)
+        serialization.from_dict(options)
 
 
 def test_values_that_look_alike_stay_apart():

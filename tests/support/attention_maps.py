@@ -46,11 +46,11 @@ def random_mask(kind: str, num_queries: int, num_keys: int, draw: np.random.Gene
     return np.stack([causal, np.ones((num_queries, num_keys), bool), draw.random((num_queries, num_keys)) < 0.5])
 
 
-def weight_map(kind: str, seed: int, *, count: int = 17, other: int = 0, **said: Any) -> WeightBand:
+def weight_map(kind: str, seed: int, *, count: int = 17, other: int = 0, **options: Any) -> WeightBand:
     """The attention map of one text, or of a target of `other` tokens over a source of `count`."""
     draw = np.random.default_rng(seed)
-    key_tokens = random_tokens(count, draw, **said)
-    query_tokens = random_tokens(other, draw, **said) if other else key_tokens
+    key_tokens = random_tokens(count, draw, **options)
+    query_tokens = random_tokens(other, draw, **options) if other else key_tokens
     allowed = random_mask(kind, query_tokens.count, key_tokens.count, draw)
     scores = draw.normal(0, 2, (HEADS, query_tokens.count, key_tokens.count))
     scores[:, :, 0] += draw.choice([0, 8], (HEADS, query_tokens.count))  # some rows leave nothing beside sinks

@@ -54,15 +54,15 @@ def random_tensor(*shape: int) -> Tensor:
 
 def stream_chunks(stream: list[list[str]]) -> Iterator[tuple[Tensor, hw.SequenceInfo]]:
     """x and sequence of each chunk; a token is placed after the earlier tokens of its segment in its row."""
-    seen: list[dict[str, int]] = [defaultdict(int) for _ in stream[0]]
+    recorded: list[dict[str, int]] = [defaultdict(int) for _ in stream[0]]
     for words in stream:
         position = torch.zeros(len(words), len(words[0]), dtype=torch.int64)
         segment = position - 1
         for b, word in enumerate(words):
             for t, letter in enumerate(word):
                 if letter != ".":
-                    position[b, t], segment[b, t] = seen[b][letter], ord(letter) - ord("a")
-                    seen[b][letter] += 1
+                    position[b, t], segment[b, t] = recorded[b][letter], ord(letter) - ord("a")
+                    recorded[b][letter] += 1
         yield random_tensor(len(words), len(words[0]), MODEL), hw.SequenceInfo(position, segment)
 
 

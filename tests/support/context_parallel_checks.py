@@ -70,10 +70,10 @@ def check_model(model: bp.ModelSpec, order: str, tokens=None, count: int = 7, st
     check_context_parallel(build_model(model), all_ranks(), order, batch, steps=steps)
 
 
-def decoder(*blocks: bp.BlockSpec, heads=None, **said) -> bp.ModelSpec:
+def decoder(*blocks: bp.BlockSpec, heads=None, **options) -> bp.ModelSpec:
     """A decoder of these blocks."""
     return bp.ModelSpec(
-        "one", "decoder", (make_stack("decoder", blocks, **said),), heads or (bp.OutputHeadSpec("tokens", 11),)
+        "one", "decoder", (make_stack("decoder", blocks, **options),), heads or (bp.OutputHeadSpec("tokens", 11),)
     )
 
 
@@ -97,22 +97,22 @@ def check_layer(name: str, layer, x: Tensor, tokens: SequenceInfo, order: str, s
     is_real = tokens.is_real.expand(x.shape[:2])
     grad_weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(4), dtype=x.dtype) * is_real[..., None]
     (own, at), (shard_grad_weights, _) = shard_of(leaves[0], tokens, order), shard_of(grad_weights, tokens, order)
-    given, theirs = {}, {}
+    recorded, theirs = {}, {}
     if source is not None:
-        z, told = source[0].detach().requires_grad_(), source[1]
-        cut, there = shard_of(z, told, order)
-        given, theirs = (
+        z, entry = source[0].detach().requires_grad_(), source[1]
+        cut, there = shard_of(z, entry, order)
+        recorded, theirs = (
             {"source": part.project_source(cut, sequence=there)},
-            {"source": layer.project_source(z, sequence=told)},
+            {"source": layer.project_source(z, sequence=entry)},
         )
         leaves.append(z)
-    ours, whole = part(own, sequence=at, **given), layer(leaves[0], sequence=tokens, **theirs)
-    named = {"msg": lambda said: f"{name} {order}: {said}"}
+    ours, whole = part(own, sequence=at, **recorded), layer(leaves[0], sequence=tokens, **theirs)
+    named = {"msg": lambda message: f"{name} {order}: {message}"}
     check_close(gather_token_outputs(ours, x.shape[1], group, order)[is_real], whole[is_real], **named)
     first = torch.autograd.grad((whole * grad_weights).sum(), leaves, materialize_grads=True)
     second = torch.autograd.grad((ours * shard_grad_weights).sum(), leaves, materialize_grads=True)
     for grad, other in zip(first, second, strict=True):
-        check_close(group.total(other), grad, **named)
+        check_close(group.all_reduce(other), grad, **named)
 
 
 @case
@@ -193,8 +193,8 @@ def a_block_of_several_layers() -> None:
     for positions in ((0,), (0, 5)):
         pattern = hw.Window(3, after=1) | hw.Global(positions)
         block = hw.LongformerAttention(hw.design(model=MODEL, heads=HEADS, pattern=pattern)).double()
-        for held in block.state_dict().values():
-            dist.broadcast(held, 0)
+        for tensor in block.state_dict().values():
+            dist.broadcast(tensor, 0)
         for order in TOKEN_ORDERS:
             for tokens in cases.sequence_infos(x).values():
                 check_layer("longformer", block, x, tokens, order)
@@ -205,30 +205,30 @@ def terms() -> None:
     """Auxiliary losses over the tokens of all ranks: load balance and expected number of heads."""
     gates = (hw.Rotary(), hw.Routed(always=1, active=1), hw.Concrete())
     model = decoder(*[bp.BlockSpec(hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=gates))] * 2)
-    net, ledgers = build_model(model).eval(), []
+    net, aux_losses = build_model(model).eval(), []
 
     def loss(one, batch) -> Tensor:
-        ledger = hw.AuxLosses()
+        losses = hw.AuxLosses()
         one.probes = {
-            name: hw.Probe(aux_losses=hw.AuxLosses(ledger.terms, name)) for name, _ in model.attention_specs()
+            name: hw.Probe(aux_losses=hw.AuxLosses(losses.terms, name)) for name, _ in model.attention_specs()
         }
-        out = summed_loss(one, batch) + 3 * ledger.total("balance") + 5 * ledger.total("l0")
-        ledgers.append(ledger)
+        out = summed_loss(one, batch) + 3 * losses.total("balance") + 5 * losses.total("l0")
+        aux_losses.append(losses)
         return out
 
     check_context_parallel(net, all_ranks(), "runs", make_batch(model), loss)
-    whole, ours = ledgers[0], ledgers[1]
+    whole, ours = aux_losses[0], aux_losses[1]
     assert len(whole.terms) == 4
     for key, value in whole.terms.items():
-        check_close(all_ranks().total(ours.terms[key]), value)
+        check_close(all_ranks().all_reduce(ours.terms[key]), value)
 
 
 @case
 def a_mask_over_all_keys() -> None:
     """The caller's mask covers the queries of one rank and the keys of all."""
     layer = cases.layer(hw.design(model=MODEL, heads=HEADS))
-    for held in layer.state_dict().values():
-        dist.broadcast(held, 0)
+    for tensor in layer.state_dict().values():
+        dist.broadcast(tensor, 0)
     x = torch.randn(2, 6, MODEL, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     mask = torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(7)) < 0.6
     part, wire = with_context_parallel(layer, "runs"), all_ranks()
@@ -254,7 +254,7 @@ def a_prompt_into_a_cache() -> None:
 
 
 @case
-def nobody_said_where() -> None:
+def without_given_positions() -> None:
     """Tokens without positions start at 0 on every rank and are refused."""
     part = with_context_parallel(build_model(decoder(bp.BlockSpec(small_spec("gqa")))), "runs")
     if all_ranks().rank:
@@ -274,11 +274,11 @@ def single_precision() -> None:
     net, wire = build_model(model, torch.float32), all_ranks()
     part, batch = with_context_parallel(net, "zigzag"), make_batch(model)
     own = shard_tokens(batch, wire, "zigzag")
-    for one, given in ((net, batch), (part, own)):
-        summed_loss(one, given).backward()
+    for one, value in ((net, batch), (part, own)):
+        summed_loss(one, value).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
     for ours, theirs in zip(part.parameters(), net.parameters(), strict=True):
-        check_close(wire.total(ours.grad) / norm, theirs.grad / norm, rtol=1e-5, atol=1e-6)
+        check_close(wire.all_reduce(ours.grad) / norm, theirs.grad / norm, rtol=1e-5, atol=1e-6)
 
 
 def run_requested(folder: Path) -> dict[str, str | None]:

@@ -139,7 +139,7 @@ def wait_for_silent_rank(folder: Path) -> str:
             world = ProcessMesh(process, Parallelism.over("auto", process.size))
             if not world.is_leader:
                 time.sleep(6)
-            world.every(RANK)
+            world.all_gather_objects(RANK)
     except ConnectionError as error:
         return str(error)
     return "nothing"
@@ -182,18 +182,18 @@ def refusals(folder: Path) -> dict[str, str]:
             return f"{type(error).__name__}: {error}"
         return "nothing"
 
-    def run(task: Task = ECHO, described: Any = None, out: str = "never", **said: Any) -> str:
-        return message_of(lambda: train(task, described, short_recipe(**said), folder / out))
+    def run(task: Task = ECHO, described: Any = None, out: str = "never", **options: Any) -> str:
+        return message_of(lambda: train(task, described, short_recipe(**options), folder / out))
 
     def with_code() -> str:
-        kept, run_setup.fingerprint_code = (
+        values, run_setup.fingerprint_code = (
             run_setup.fingerprint_code,
             lambda: {**fingerprint_code(), **({"source": "other"} if second else {})},
         )
         try:
             return run()
         finally:
-            run_setup.fingerprint_code = kept
+            run_setup.fingerprint_code = values
 
     second = RANK == 1
     return {
@@ -243,7 +243,7 @@ def diverging_model() -> Transformer:
     """A model whose feed-forward returns NaN on the second rank only."""
     net = hw.build(Echo().model(), seed=0)
     if RANK == 1:
-        net.get_submodule("decoder.0.feed").register_forward_hook(lambda module, given, out: out * float("nan"))
+        net.get_submodule("decoder.0.feed").register_forward_hook(lambda module, inputs, out: out * float("nan"))
     return net
 
 

@@ -23,9 +23,9 @@ SHARP = 30.0  # the score of what is looked for, all else being at 0
 COMMON = torch.tensor([500 - 40 * one for one in range(WORDS)])  # how often each id was met: the last is the rarest
 
 
-def _stack(name: str, pattern: str, layers: int, **said: hw.AttentionSpec) -> bp.StackSpec:
+def _stack(name: str, pattern: str, layers: int, **options: hw.AttentionSpec) -> bp.StackSpec:
     own = hw.design(model=MODEL, heads=HEADS, dim=DIM, pattern=pattern)
-    blocks = [bp.BlockSpec(own, norm=bp.NormSpec("rms"), **said)] * layers
+    blocks = [bp.BlockSpec(own, norm=bp.NormSpec("rms"), **options)] * layers
     embedding = bp.EmbeddingSpec(WORDS, positions=bp.PositionSpec("learned", PLACES))
     return bp.StackSpec.from_blocks(name, MODEL, blocks, embedding=embedding)
 

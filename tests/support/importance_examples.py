@@ -105,5 +105,5 @@ def classifier(at: str) -> Transformer:
 def model_without_head() -> Transformer:
     """A model that returns its hidden states."""
     net = build_model(BERT)
-    made = hw.build(bp.ModelSpec("small", "encoder", net.spec.stacks), seed=1)
-    return with_uneven_attention(made)
+    built = hw.build(bp.ModelSpec("small", "encoder", net.spec.stacks), seed=1)
+    return with_uneven_attention(built)

@@ -23,8 +23,8 @@ LLAMA3 |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_he
 
 def gemma_3_1b() -> ModelSpec:
     """26 layers: every sixth has full attention, the others a window of 512; one kv head of 256."""
-    said = {"model": 1152, "heads": 4, "kv": 1, "dim": 256}
-    local, full = (hw.design(**said, pattern=pattern) for pattern in ("window(512)", "causal"))
+    options = {"model": 1152, "heads": 4, "kv": 1, "dim": 256}
+    local, full = (hw.design(**options, pattern=pattern) for pattern in ("window(512)", "causal"))
     blocks = [
         BlockSpec(
             full if n % 6 == 5 else local,
@@ -166,8 +166,8 @@ def grouped(**more: Any) -> dict[str, Any]:
     """Sizes of a decoder whose heads share keys and are as wide as they like."""
     kv = odd(1, 4)
     heads = kv * odd(1, 4)
-    said = depth() | {"num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 2 * odd(1, 9)}
-    return said | {"hidden_size": heads * odd(2, 9), "intermediate_size": odd(3, 40)} | more
+    options = depth() | {"num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 2 * odd(1, 9)}
+    return options | {"hidden_size": heads * odd(2, 9), "intermediate_size": odd(3, 40)} | more
 
 
 def some(*values: Any) -> Any:
@@ -181,9 +181,9 @@ def windows(layers: int) -> dict[str, Any]:
 
 def gpt2() -> dict[str, Any]:
     heads = odd(1, 5)
-    said = {"n_embd": heads * odd(1, 9), "n_head": heads, "n_layer": odd(1, 5), "n_positions": odd(3, 40)}
-    said |= {"n_inner": some(None, odd(3, 40)), "vocab_size": odd(11, 99), "tie_word_embeddings": some(True, False)}
-    return said | {"scale_attn_by_inverse_layer_idx": some(True, False)}
+    options = {"n_embd": heads * odd(1, 9), "n_head": heads, "n_layer": odd(1, 5), "n_positions": odd(3, 40)}
+    options |= {"n_inner": some(None, odd(3, 40)), "vocab_size": odd(11, 99), "tie_word_embeddings": some(True, False)}
+    return options | {"scale_attn_by_inverse_layer_idx": some(True, False)}
 
 
 def llama() -> dict[str, Any]:
@@ -197,64 +197,68 @@ def mistral() -> dict[str, Any]:
 
 
 def qwen2() -> dict[str, Any]:
-    said = grouped(use_sliding_window=True, sliding_window=3, max_window_layers=1)
-    del said["head_dim"]
-    return said | {"hidden_size": said["num_attention_heads"] * 2 * odd(1, 9)}
+    config = grouped(use_sliding_window=True, sliding_window=3, max_window_layers=1)
+    del config["head_dim"]
+    return config | {"hidden_size": config["num_attention_heads"] * 2 * odd(1, 9)}
 
 
 def qwen3() -> dict[str, Any]:
-    said = grouped(attention_bias=some(True, False), use_sliding_window=True)
-    return said | windows(said["num_hidden_layers"])
+    config = grouped(attention_bias=some(True, False), use_sliding_window=True)
+    return config | windows(config["num_hidden_layers"])
 
 
 def gemma2() -> dict[str, Any]:
-    said = grouped(attention_bias=some(True, False), attn_logit_softcapping=some(None, 5.0))
-    return said | windows(said["num_hidden_layers"])
+    config = grouped(attention_bias=some(True, False), attn_logit_softcapping=some(None, 5.0))
+    return config | windows(config["num_hidden_layers"])
 
 
 def gpt_oss() -> dict[str, Any]:
     experts = odd(2, 6)
-    said = grouped(num_local_experts=experts, num_experts_per_tok=odd(1, experts), attention_bias=some(True, False))
-    return said | windows(said["num_hidden_layers"])
+    config = grouped(num_local_experts=experts, num_experts_per_tok=odd(1, experts), attention_bias=some(True, False))
+    return config | windows(config["num_hidden_layers"])
 
 
 def deepseek() -> dict[str, Any]:
     heads, experts = odd(1, 5), odd(2, 6)
-    said = depth() | {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": heads * odd(2, 9)}
-    said |= {"qk_nope_head_dim": odd(1, 9), "qk_rope_head_dim": 2 * odd(1, 5), "v_head_dim": odd(1, 9)}
-    said |= {"kv_lora_rank": odd(1, 9), "q_lora_rank": some(None, odd(1, 9)), "attention_bias": some(True, False)}
-    said |= {"intermediate_size": odd(3, 40), "moe_intermediate_size": odd(3, 20), "n_shared_experts": odd(1, 4)}
-    said |= {"n_group": 1, "topk_group": 1, "n_routed_experts": experts, "num_experts_per_tok": odd(1, experts)}
-    return said | {"first_k_dense_replace": odd(0, 4), "mlp_bias": some(True, False)}
+    options = depth() | {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": heads * odd(2, 9)}
+    options |= {"qk_nope_head_dim": odd(1, 9), "qk_rope_head_dim": 2 * odd(1, 5), "v_head_dim": odd(1, 9)}
+    options |= {"kv_lora_rank": odd(1, 9), "q_lora_rank": some(None, odd(1, 9)), "attention_bias": some(True, False)}
+    options |= {"intermediate_size": odd(3, 40), "moe_intermediate_size": odd(3, 20), "n_shared_experts": odd(1, 4)}
+    options |= {"n_group": 1, "topk_group": 1, "n_routed_experts": experts, "num_experts_per_tok": odd(1, experts)}
+    return options | {"first_k_dense_replace": odd(0, 4), "mlp_bias": some(True, False)}
 
 
 def bert() -> dict[str, Any]:
     heads = odd(1, 5)
-    said = depth() | {"num_attention_heads": heads, "hidden_size": heads * odd(1, 9), "type_vocab_size": odd(1, 5)}
-    return said | {"intermediate_size": odd(3, 40), "max_position_embeddings": odd(3, 40), "num_labels": odd(1, 9)}
+    options = depth() | {"num_attention_heads": heads, "hidden_size": heads * odd(1, 9), "type_vocab_size": odd(1, 5)}
+    return options | {"intermediate_size": odd(3, 40), "max_position_embeddings": odd(3, 40), "num_labels": odd(1, 9)}
 
 
 def t5() -> dict[str, Any]:
-    said = {"d_model": odd(3, 30), "d_kv": odd(1, 9), "num_heads": odd(1, 5), "d_ff": odd(3, 40)}
-    said |= {"num_layers": odd(1, 4), "num_decoder_layers": some(None, odd(1, 4)), "vocab_size": odd(11, 99)}
-    said |= {"relative_attention_num_buckets": 4 * odd(1, 9), "tie_word_embeddings": some(True, False)}
-    return said | {"feed_forward_proj": some("relu", "gated-gelu", "gated-silu")}
+    options = {"d_model": odd(3, 30), "d_kv": odd(1, 9), "num_heads": odd(1, 5), "d_ff": odd(3, 40)}
+    options |= {"num_layers": odd(1, 4), "num_decoder_layers": some(None, odd(1, 4)), "vocab_size": odd(11, 99)}
+    options |= {"relative_attention_num_buckets": 4 * odd(1, 9), "tie_word_embeddings": some(True, False)}
+    return options | {"feed_forward_proj": some("relu", "gated-gelu", "gated-silu")}
 
 
 def bart() -> dict[str, Any]:
     heads, others = odd(1, 5), odd(1, 5)
-    said = {"encoder_attention_heads": heads, "decoder_attention_heads": others, "d_model": heads * others * odd(1, 5)}
-    said |= {"encoder_layers": odd(1, 4), "decoder_layers": odd(1, 4), "vocab_size": odd(11, 99)}
-    said |= {"encoder_ffn_dim": odd(3, 40), "decoder_ffn_dim": odd(3, 40), "max_position_embeddings": odd(3, 40)}
-    return said | {"num_labels": odd(1, 9)}
+    options = {
+        "encoder_attention_heads": heads,
+        "decoder_attention_heads": others,
+        "d_model": heads * others * odd(1, 5),
+    }
+    options |= {"encoder_layers": odd(1, 4), "decoder_layers": odd(1, 4), "vocab_size": odd(11, 99)}
+    options |= {"encoder_ffn_dim": odd(3, 40), "decoder_ffn_dim": odd(3, 40), "max_position_embeddings": odd(3, 40)}
+    return options | {"num_labels": odd(1, 9)}
 
 
 def vit() -> dict[str, Any]:
     heads, patch = odd(1, 5), [odd(1, 6), odd(1, 6)]
-    said = {"num_attention_heads": heads, "hidden_size": heads * odd(1, 9), "num_hidden_layers": odd(1, 5)}
-    said |= {"patch_size": patch, "image_size": [patch[0] * odd(1, 5) + patch[0] - 1, patch[1] * odd(1, 5)]}
-    said |= {"intermediate_size": odd(3, 40), "num_channels": odd(1, 4), "qkv_bias": some(True, False)}
-    return said | {"num_labels": odd(1, 9), "pooler_output_size": some(None, 7)}
+    options = {"num_attention_heads": heads, "hidden_size": heads * odd(1, 9), "num_hidden_layers": odd(1, 5)}
+    options |= {"patch_size": patch, "image_size": [patch[0] * odd(1, 5) + patch[0] - 1, patch[1] * odd(1, 5)]}
+    options |= {"intermediate_size": odd(3, 40), "num_channels": odd(1, 4), "qkv_bias": some(True, False)}
+    return options | {"num_labels": odd(1, 9), "pooler_output_size": some(None, 7)}
 
 
 DECODERS = ("ForCausalLM", "Model", "ForSequenceClassification", "ForTokenClassification")

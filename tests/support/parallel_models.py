@@ -106,7 +106,7 @@ def check_gradients(ours: Mapping[str, Tensor], net: nn.Module, **tolerance: flo
     theirs = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     norm = nn.utils.get_total_norm(list(theirs.values()))
     for name, grad in theirs.items():
-        check_close(ours[name] / norm, grad / norm, msg=lambda said, name=name: f"{name}: {said}", **tolerance)
+        check_close(ours[name] / norm, grad / norm, msg=lambda message, name=name: f"{name}: {message}", **tolerance)
 
 
 def model_output(net: nn.Module, batch: Batch) -> Tensor:
@@ -181,7 +181,7 @@ def check_context_parallel(
         if whole is not None:
             check_close(gather_token_outputs(ours, whole.shape[1], group, order), whole)
         for p in part.parameters():
-            p.grad = None if p.grad is None else group.total(p.grad)
+            p.grad = None if p.grad is None else group.all_reduce(p.grad)
 
     check_steps([net, part], steps, lambda: {name: p.grad for name, p in part.named_parameters()}, learn)
     for ours, theirs in zip(part.parameters(), net.parameters(), strict=True):

@@ -32,7 +32,7 @@ def run_everything(folder: Path) -> dict[str, Any]:
     """Everything that ranks are needed for, in one group, because starting a group takes longer than most checks."""
     with join_process_group() as launch:
         results = {"steps": steps(launch), "sent": sent_messages(launch)}
-        return results | ({"runs": runs(folder), "told": refusals(folder)} if launch.size == 2 else {})
+        return results | ({"runs": runs(folder), "refusals": refusals(folder)} if launch.size == 2 else {})
 
 
 def steps(launch: ProcessInfo) -> dict[str, Any]:
@@ -100,9 +100,9 @@ def rng_states(folder: Path) -> list[float]:
 def refusals(folder: Path) -> dict[str, str]:
     """The error message on each rank of runs that cannot work."""
 
-    def message_of(task: Task, **said: Any) -> str:
+    def message_of(task: Task, **options: Any) -> str:
         try:
-            train(task, recipe=short_recipe(**said), out=folder / "never")
+            train(task, recipe=short_recipe(**options), out=folder / "never")
         except ValueError as error:
             return f"{type(error).__name__}: {error}"
         return "nothing"

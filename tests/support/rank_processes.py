@@ -51,7 +51,7 @@ def wait_for_ranks(processes: list[subprocess.Popen[str]], timeout: float = 120)
     finally:
         for process in processes:
             process.kill()
-    return [(process.returncode, *told) for process, told in zip(processes, outputs, strict=True)]
+    return [(process.returncode, *value) for process, value in zip(processes, outputs, strict=True)]
 
 
 def run_ranks(ranks: int, function: str, folder: Path) -> list[Any]:

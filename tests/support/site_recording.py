@@ -21,8 +21,8 @@ class InputRecorder:
     def __init__(self) -> None:
         self.seen: list[AttentionInputs] = []
 
-    def on_call(self, seen: AttentionInputs) -> None:
-        self.seen.append(seen)
+    def on_call(self, inputs: AttentionInputs) -> None:
+        self.seen.append(inputs)
 
     def on_head_outputs(self, z: Tensor) -> None:
         return None
@@ -44,13 +44,13 @@ def record_eager_weights(monkeypatch: pytest.MonkeyPatch):
     weights: dict[torch.nn.Module, Tensor] = {}
     original = transformers_interface._call_with_hooks
 
-    def call_with_recording(function, kind, module, *said, **more):
+    def call_with_recording(function, kind, module, *args, **more):
         def also(*a, **k):
             got = function(*a, **k)
             weights[module] = got[1]
             return got
 
-        return original(also, kind, module, *said, **more)
+        return original(also, kind, module, *args, **more)
 
     with monkeypatch.context() as patched:
         patched.setattr(transformers_interface, "_call_with_hooks", call_with_recording)

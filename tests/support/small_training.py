@@ -105,9 +105,9 @@ class Routed(Echo):
         )
 
 
-def short_recipe(**said: object) -> Recipe:
+def short_recipe(**options: object) -> Recipe:
     """A recipe of a few plain steps."""
-    return Recipe(**{"steps": 6, "batch": 5, "evaluate_every": 3, "checkpoint_every": 2, **QUICK, **said})
+    return Recipe(**{"steps": 6, "batch": 5, "evaluate_every": 3, "checkpoint_every": 2, **QUICK, **options})
 
 
 PLAIN = StepOptions("fp32", "off")

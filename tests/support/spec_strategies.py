@@ -92,14 +92,14 @@ def heads(draw: st.DrawFn) -> hw.Heads:
     kv = draw(st.integers(1, q))
     vdim = draw(st.sampled_from((0, 5, 3)))
     even = q % kv == 0 and draw(st.booleans())
-    speaks = draw(st.just(()) | st.lists(st.integers(0, q - 1), min_size=1, unique=True).map(tuple))
+    result = draw(st.just(()) | st.lists(st.integers(0, q - 1), min_size=1, unique=True).map(tuple))
     return hw.Heads(
         q=q,
         kv=kv,
         dim=dim,
         vdim=vdim,
         kv_head_of_query=() if even else draw(head_groupings(q, kv)),
-        score_head_of_output=speaks,
+        score_head_of_output=result,
     )
 
 

@@ -63,7 +63,7 @@ def split_over_ranks(net: hw.Transformer) -> tuple[hw.Transformer, TensorParalle
 
 def from_first_rank(x: Tensor) -> Tensor:
     """The tensor of the first rank."""
-    return all_ranks().beside(x.detach())[0]
+    return all_ranks().all_gather(x.detach())[0]
 
 
 def check_model(model: bp.ModelSpec, tokens=None, steps: int = 1) -> None:
@@ -73,9 +73,11 @@ def check_model(model: bp.ModelSpec, tokens=None, steps: int = 1) -> None:
     check_tensor_parallel(net, part, parts, make_batch(model, tokens or {}), steps=steps)
 
 
-def decoder(*blocks: bp.BlockSpec, **said) -> bp.ModelSpec:
+def decoder(*blocks: bp.BlockSpec, **options) -> bp.ModelSpec:
     """A decoder of these blocks."""
-    return bp.ModelSpec("one", "decoder", (make_stack("decoder", blocks, **said),), (bp.OutputHeadSpec("tokens", 11),))
+    return bp.ModelSpec(
+        "one", "decoder", (make_stack("decoder", blocks, **options),), (bp.OutputHeadSpec("tokens", 11),)
+    )
 
 
 @case
@@ -106,7 +108,7 @@ def every_part() -> None:
                 z.grad = None
         for whole, ours in zip(*results, strict=True):
             if whole is not None:
-                check_close(ours, whole, msg=lambda said, name=name: f"{name}: {said}")
+                check_close(ours, whole, msg=lambda message, name=name: f"{name}: {message}")
     assert count > 100, count
 
 
@@ -177,22 +179,24 @@ def terms() -> None:
     model = decoder(*[bp.BlockSpec(spec)] * 2, embedding=None)
     net = build_model(model).eval()  # gates are not drawn
     part, parts = split_over_ranks(net)
-    ledgers: dict[int, dict] = {id(net): {}, id(part): {}}
+    aux_losses: dict[int, dict] = {id(net): {}, id(part): {}}
     for one in (net, part):
         one.probes = {
-            name: hw.Probe(aux_losses=hw.AuxLosses(ledgers[id(one)], name)) for name, _ in model.attention_specs()
+            name: hw.Probe(aux_losses=hw.AuxLosses(aux_losses[id(one)], name)) for name, _ in model.attention_specs()
         }
 
     def loss(one, batch) -> Tensor:
         out = summed_loss(one, batch)
         return (
-            out + 3 * hw.AuxLosses(ledgers[id(one)]).total("balance") + 5 * hw.AuxLosses(ledgers[id(one)]).total("l0")
+            out
+            + 3 * hw.AuxLosses(aux_losses[id(one)]).total("balance")
+            + 5 * hw.AuxLosses(aux_losses[id(one)]).total("l0")
         )
 
     check_tensor_parallel(net, part, parts, make_batch(model), loss)
-    assert len(ledgers[id(net)]) == 4
-    for key, value in ledgers[id(net)].items():
-        check_close(ledgers[id(part)][key], value)
+    assert len(aux_losses[id(net)]) == 4
+    for key, value in aux_losses[id(net)].items():
+        check_close(aux_losses[id(part)][key], value)
 
 
 @case
@@ -202,13 +206,13 @@ def dropout() -> None:
     net = build_model(decoder(*[bp.BlockSpec(spec, feed=bp.FeedForwardSpec(2048, "linear"))] * 2), dropout=0.5)
     part, _ = split_over_ranks(net.train())
     wire, ids = all_ranks(), torch.randint(11, (2, 9), generator=torch.Generator().manual_seed(0))
-    both = wire.beside(part(ids).detach())
+    both = wire.all_gather(part(ids).detach())
     assert torch.equal(both[0], both[1])
     attention = part.decoder.blocks[0].attention
     with torch.no_grad():  # the two heads are made alike
         for p in attention.parameters():
             p.copy_(from_first_rank(p))
-    read = wire.beside(attention.head_outputs(torch.ones(2, 9, MODEL, dtype=torch.float64)).detach())
+    read = wire.all_gather(attention.head_outputs(torch.ones(2, 9, MODEL, dtype=torch.float64)).detach())
     assert not torch.allclose(read[0], read[1])
     assert not torch.equal(part(ids), part(ids))
 

@@ -22,63 +22,63 @@ from support.small_training import Echo, make_train_step, short_recipe
 
 CONFIG = {"event": "run", "step": 0, "task": {"name": "echo"}, "recipe": {"steps": 6, "lr": 0.1}, "parameters": 1234}
 STEP = {"event": "step", "step": 3, "loss": 0.5, "rate": 0.1, "tokens_per_second": 1e4, "mfu": 0.25, "left": 61.0}
-HELD = {"event": "evaluation", "step": 3, "metrics": {"loss": 0.25, "accuracy@date": 0.5}, "best": True}
+EVALUATION_RECORD = {"event": "evaluation", "step": 3, "metrics": {"loss": 0.25, "accuracy@date": 0.5}, "best": True}
 
 
 class Calls(types.ModuleType):
     """A package that notes how it is called; what it makes notes in the same list."""
 
-    def __init__(self, name: str, said: list) -> None:
+    def __init__(self, name: str, value: list) -> None:
         super().__init__(name)
-        self.said = said
+        self.calls = value
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
 
         def call(*args: object, **kwargs: object) -> Calls:
-            self.said.append((name, args, kwargs))
-            return Calls(name, self.said)
+            self.calls.append((name, args, kwargs))
+            return Calls(name, self.calls)
 
         return call
 
 
-def told(monkeypatch: pytest.MonkeyPatch, module: str, name: str, folder: Path) -> list:
+def record_logger_calls(monkeypatch: pytest.MonkeyPatch, module: str, name: str, folder: Path) -> list:
     """All that a tracker hears of a run of one step and one evaluation."""
-    said: list = []
-    monkeypatch.setitem(sys.modules, module, Calls(module, said))
+    recorded: list = []
+    monkeypatch.setitem(sys.modules, module, Calls(module, recorded))
     one = create_logger(name)
     one.open(folder, CONFIG)
-    for record in (CONFIG, STEP, HELD, {"event": "note", "step": 3, "says": "hello"}):
+    for record in (CONFIG, STEP, EVALUATION_RECORD, {"event": "note", "step": 3, "says": "hello"}):
         one.write(record)
     one.close()
-    return said
+    return recorded
 
 
 def test_tensorboard_logs_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    said = told(monkeypatch, "torch.utils.tensorboard", "tensorboard", tmp_path)
-    assert said[0] == ("SummaryWriter", (), {"log_dir": str(tmp_path / "tensorboard")})
-    assert ("add_scalar", ("step/loss", 0.5, 3), {}) in said
-    assert ("add_scalar", ("evaluation/loss", 0.25, 3), {}) in said
-    assert said[-1] == ("close", (), {})
+    result = record_logger_calls(monkeypatch, "torch.utils.tensorboard", "tensorboard", tmp_path)
+    assert result[0] == ("SummaryWriter", (), {"log_dir": str(tmp_path / "tensorboard")})
+    assert ("add_scalar", ("step/loss", 0.5, 3), {}) in result
+    assert ("add_scalar", ("evaluation/loss", 0.25, 3), {}) in result
+    assert result[-1] == ("close", (), {})
 
 
 def test_mlflow_logs_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    said = told(monkeypatch, "mlflow", "mlflow", tmp_path)
-    assert said[0] == ("start_run", (), {"run_name": tmp_path.name})
-    assert said[1] == ("log_params", ({"task": "echo", "steps": 6, "lr": 0.1},), {})
+    result = record_logger_calls(monkeypatch, "mlflow", "mlflow", tmp_path)
+    assert result[0] == ("start_run", (), {"run_name": tmp_path.name})
+    assert result[1] == ("log_params", ({"task": "echo", "steps": 6, "lr": 0.1},), {})
     # "@" is no letter of a name there
-    assert ("log_metrics", ({"evaluation/loss": 0.25, "evaluation/accuracy/date": 0.5},), {"step": 3}) in said
-    assert said[-1] == ("end_run", (), {})
+    assert ("log_metrics", ({"evaluation/loss": 0.25, "evaluation/accuracy/date": 0.5},), {"step": 3}) in result
+    assert result[-1] == ("end_run", (), {})
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_wandb_compatible_loggers_log_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str):
-    said = told(monkeypatch, name, name, tmp_path)
-    assert said[0] == ("init", (), {"project": "headwise", "name": tmp_path.name, "config": CONFIG})
-    assert ("log", ({"evaluation/loss": 0.25, "evaluation/accuracy/date": 0.5},), {"step": 3}) in said
-    assert [call[0] for call in said].count("log") == 3
-    assert said[-1] == ("finish", (), {})
+    result = record_logger_calls(monkeypatch, name, name, tmp_path)
+    assert result[0] == ("init", (), {"project": "headwise", "name": tmp_path.name, "config": CONFIG})
+    assert ("log", ({"evaluation/loss": 0.25, "evaluation/accuracy/date": 0.5},), {"step": 3}) in result
+    assert [call[0] for call in result].count("log") == 3
+    assert result[-1] == ("finish", (), {})
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_pipe_gets_plain_lines_now_and_then(tmp_path: Path, monkeypatch: pytes
     one.write(STEP)
     now[0] += loggers.LINE_INTERVAL + 1
     one.write(STEP)
-    one.write(HELD)
+    one.write(EVALUATION_RECORD)
     one.write({"event": "end", "step": 6, "metrics": {"loss": 0.5}, "seconds": 61, "split": "test"})
     one.close()
     assert out.getvalue().splitlines() == [
@@ -147,7 +147,7 @@ def test_a_terminal_gets_a_bar_and_the_lines_above_it(tmp_path: Path, monkeypatc
     one = ConsoleLogger(out)
     one.open(tmp_path, CONFIG)
     one.write(STEP)
-    one.write(HELD)
+    one.write(EVALUATION_RECORD)
     one.close()
     assert "10,000 tokens/s" in out.getvalue()
     assert "step 3, held out: loss 0.2500" in out.getvalue()
@@ -158,7 +158,7 @@ def test_a_terminal_gets_a_bar_and_the_lines_above_it(tmp_path: Path, monkeypatc
 SECONDS = {("fp32", "off"): 0.4, ("bf16", "off"): 0.2, ("bf16", "on"): 0.1, ("fp32", "on"): 0.1}
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, seconds: dict, **said: object) -> tuple[StepOptions, list]:
+def chosen(monkeypatch: pytest.MonkeyPatch, seconds: dict, **options: object) -> tuple[StepOptions, list]:
     """What is chosen when steps take so long, and what was tried on the way; an error in the place of a time fails."""
     tried = []
 
@@ -173,7 +173,9 @@ def chosen(monkeypatch: pytest.MonkeyPatch, seconds: dict, **said: object) -> tu
 
     monkeypatch.setattr(StepTrial, "_seconds", measured)
     recipe = (
-        short_recipe(steps=10_000, precision="auto", compile="auto") if not said else short_recipe(steps=10_000, **said)
+        short_recipe(steps=10_000, precision="auto", compile="auto")
+        if not options
+        else short_recipe(steps=10_000, **options)
     )
     trial = StepTrial(hw.build(Echo().model(), seed=0), recipe, torch.device("cpu"), [Echo().batch(0, 5)])
     return trial.choose(), tried
@@ -227,11 +229,11 @@ def test_a_trial_changes_neither_weights_nor_random_state():
     net = hw.build(Echo().model(), seed=0, dropout=0.5)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     torch.manual_seed(3)
-    wanted = torch.rand(2)
+    expected = torch.rand(2)
     torch.manual_seed(3)
     recipe = short_recipe(precision="auto", compile="off", dropout=0.5)
     StepTrial(net, recipe, torch.device("cpu"), [Echo().batch(0, 5)]).choose()
-    assert torch.equal(torch.rand(2), wanted)
+    assert torch.equal(torch.rand(2), expected)
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
     assert all(p.grad is None for p in net.parameters())
 

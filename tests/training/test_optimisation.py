@@ -38,8 +38,8 @@ def test_cosine_is_its_formula(floor: float):
         rates(Recipe(steps=STEPS, lr=0.3, schedule="cosine", warmup=5 / STEPS, min_lr_ratio=floor)), 1
     ):
         part = (step - warmup) / (STEPS - warmup)
-        wanted = step / warmup if step < warmup else floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * part))
-        assert rate == pytest.approx(0.3 * wanted, abs=1e-12)
+        expected = step / warmup if step < warmup else floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * part))
+        assert rate == pytest.approx(0.3 * expected, abs=1e-12)
 
 
 def test_cosine_is_the_one_of_transformers():
@@ -64,20 +64,20 @@ def test_one_cycle_is_torchs(floor: float):
     theirs = torch.optim.lr_scheduler.OneCycleLR(
         adamw, 0.3, total_steps=STEPS, pct_start=0.3, final_div_factor=1 / (25 * floor), cycle_momentum=False
     )
-    wanted = []
+    expected = []
     for _ in range(STEPS):
-        wanted.append(theirs.get_last_lr()[0])
+        expected.append(theirs.get_last_lr()[0])
         adamw.step()
-        theirs.step() if len(wanted) < STEPS else None
+        theirs.step() if len(expected) < STEPS else None
     assert rates(Recipe(steps=STEPS, lr=0.3, schedule="one-cycle", warmup=0.3, min_lr_ratio=floor)) == pytest.approx(
-        wanted
+        expected
     )
 
 
 def test_wsd_is_a_trapezium():
     ours = rates(Recipe(steps=20, lr=0.5, schedule="wsd", warmup=0.2, decay=0.25, min_lr_ratio=0.2))
-    wanted = [0.25, 0.5, 0.75, *[1.0] * 12, 0.84, 0.68, 0.52, 0.36, 0.2]
-    assert ours == pytest.approx([0.5 * factor for factor in wanted])
+    expected = [0.25, 0.5, 0.75, *[1.0] * 12, 0.84, 0.68, 0.52, 0.36, 0.2]
+    assert ours == pytest.approx([0.5 * factor for factor in expected])
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -93,7 +93,7 @@ def test_every_learning_rate_is_between_zero_and_the_peak(name: str, steps: int,
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("options", "message"),
     [
         ({"steps": 0}, "steps=0"),
         ({"steps": 2.5}, "of type float; give int"),
@@ -114,9 +114,9 @@ def test_every_learning_rate_is_between_zero_and_the_peak(name: str, steps: int,
         ({"aux_losses": (("balance",),)}, "must be pairs of a name and a weight"),
     ],
 )
-def test_absurd_recipes_are_refused_in_one_line(said: dict, told: str):
-    with pytest.raises(SpecError, match=told) as refused:
-        Recipe(**said)
+def test_absurd_recipes_are_refused_in_one_line(options: dict, message: str):
+    with pytest.raises(SpecError, match=message) as refused:
+        Recipe(**options)
     assert "\n" not in str(refused.value)
 
 
@@ -164,10 +164,10 @@ def test_vectors_do_not_decay_however_many_axes_name_them(name: str, layout: str
 
 def test_adamw_is_its_formula():
     """Against 1711.05101 written out in float64, rates changing on the way, one group decayed and one kept."""
-    said = Recipe(lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3)
+    recipe = Recipe(lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3)
     start, kinds = np.random.default_rng(0).normal(size=(2, 5)), ("feed, decayed", "norm, kept")
     named = {kind: nn.Parameter(torch.tensor(row)) for kind, row in zip(kinds, start, strict=True)}
-    adamw = train_step.AdamWOptimiser({kind: {kind: p} for kind, p in named.items()}, said)
+    adamw = train_step.AdamWOptimiser({kind: {kind: p} for kind, p in named.items()}, recipe)
     w, m, v = start.copy(), np.zeros((2, 5)), np.zeros((2, 5))
     for step in range(1, 8):
         rate, g = 0.1 / step, np.random.default_rng(step).normal(size=(2, 5))
@@ -181,7 +181,7 @@ def test_adamw_is_its_formula():
 
 
 def test_adamw_goes_on_from_its_tensors_however_often_and_in_whatever_order():
-    def made() -> tuple[dict[str, nn.Parameter], train_step.AdamWOptimiser]:
+    def make_optimiser() -> tuple[dict[str, nn.Parameter], train_step.AdamWOptimiser]:
         named = {name: nn.Parameter(torch.ones(3)) for name in "cab"}
         return named, train_step.AdamWOptimiser({"feed, decayed": named}, Recipe())
 
@@ -191,12 +191,12 @@ def test_adamw_goes_on_from_its_tensors_however_often_and_in_whatever_order():
                 parameter.grad = torch.full((3,), 10.0**n + step)
             adamw.step(0.01)
 
-    whole, adamw = made()
+    whole, adamw = make_optimiser()
     go(whole, adamw, range(6))
-    named, adamw = made()
+    named, adamw = make_optimiser()
     for first in (0, 2, 4):
         go(named, adamw, range(first, first + 2))
-        again, other = made()
+        again, other = make_optimiser()
         for name, parameter in named.items():
             again[name].data.copy_(parameter.data)
         other.load_state({name: adamw.state_tensors[name].clone() for name in sorted(adamw.state_tensors)})
@@ -213,13 +213,13 @@ def test_the_loss_is_its_definition(shape: tuple[int, ...], smoothing: float):
     logits, labels = torch.randn(shape), torch.randint(0, shape[-1], shape[:-1])
     labels.view(-1)[1] = IGNORE_INDEX
     log_p = logits.double().numpy() - np.log(np.exp(logits.double().numpy()).sum(-1, keepdims=True))
-    wanted = 0.0
+    expected = 0.0
     for place in np.ndindex(*shape[:-1]):
         if labels[place] != IGNORE_INDEX:
             target = np.full(shape[-1], smoothing / shape[-1])
             target[labels[place]] += 1 - smoothing
-            wanted -= (target * log_p[place]).sum()
-    assert loss.cross_entropy(logits, labels, smoothing).item() == pytest.approx(wanted, rel=1e-5)
+            expected -= (target * log_p[place]).sum()
+    assert loss.cross_entropy(logits, labels, smoothing).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_loss_of_short_numbers_is_taken_in_float32():
@@ -227,41 +227,43 @@ def test_the_loss_of_short_numbers_is_taken_in_float32():
     assert loss.cross_entropy(logits, labels).dtype == torch.float32
 
 
-def gradients(said: Recipe, batch: Batch, dtype: torch.dtype = torch.float64) -> tuple[float, dict[str, torch.Tensor]]:
+def gradients(
+    recipe: Recipe, batch: Batch, dtype: torch.dtype = torch.float64
+) -> tuple[float, dict[str, torch.Tensor]]:
     net = hw.build(Echo().model(), seed=3).to(dtype)
-    told = make_train_step(net, said).compute_gradients(batch)
-    return told.item(), {name: p.grad for name, p in net.named_parameters()}
+    gradients = make_train_step(net, recipe).compute_gradients(batch)
+    return gradients.item(), {name: p.grad for name, p in net.named_parameters()}
 
 
 def test_a_batch_in_parts_has_the_gradient_of_the_whole():
     """Rows are ragged, so that a mean of means would be another number."""
     batch = Echo().batch(0, 12)
-    whole, wanted = gradients(short_recipe(batch=12), batch)
+    whole, expected = gradients(short_recipe(batch=12), batch)
     for parts in (2, 3, 12):
         found, each = gradients(short_recipe(batch=12, accumulate=parts), batch)
         assert found == pytest.approx(whole, rel=1e-12)
         for name, gradient in each.items():
-            torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-12, msg=name)
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 7])
 def test_the_rest_of_an_epoch_is_accumulated_too(rows: int):
     batch = Echo().batch(0, rows)
-    whole, wanted = gradients(short_recipe(batch=12), batch)
+    whole, expected = gradients(short_recipe(batch=12), batch)
     found, each = gradients(short_recipe(batch=12, accumulate=3), batch)
     assert found == pytest.approx(whole, rel=1e-12)
     for name, gradient in each.items():
-        torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-12, msg=name)
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
 def test_logits_of_labelled_tokens_alone_give_the_loss_of_all():
     """Against cross entropy over all logits."""
     batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
     logits = net(batch.x, sequence=batch.tokens)
-    wanted = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX)
-    wanted.backward()
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX)
+    expected.backward()
     found, each = gradients(short_recipe(), batch)
-    assert found == pytest.approx(wanted.item(), rel=1e-12)
+    assert found == pytest.approx(expected.item(), rel=1e-12)
     for name, parameter in net.named_parameters():
         torch.testing.assert_close(each[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
 
@@ -269,8 +271,8 @@ def test_logits_of_labelled_tokens_alone_give_the_loss_of_all():
 def test_smoothing_of_a_recipe_reaches_the_loss():
     batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
     logits, labels = net(batch.x, sequence=batch.tokens).flatten(0, 1), batch.labels.flatten()
-    wanted = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, label_smoothing=0.2)
-    assert gradients(short_recipe(label_smoothing=0.2), batch)[0] == pytest.approx(wanted.item(), rel=1e-12)
+    expected = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, label_smoothing=0.2)
+    assert gradients(short_recipe(label_smoothing=0.2), batch)[0] == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_recomputed_activations_give_the_same_gradient():

@@ -47,9 +47,9 @@ def newest(folder: Path) -> TrainingCheckpoint:
 
 def trail(folder: Path) -> list[tuple[object, ...]]:
     """What every step and evaluation came to, without the times."""
-    told = read_lines(folder / "metrics.jsonl")
-    steps = [(r["step"], r["loss"], r["rate"], r["norm"]) for r in told if r["event"] == "step"]
-    return steps + [(r["step"], r["metrics"]) for r in told if r["event"] in ("evaluation", "end")]
+    lines = read_lines(folder / "metrics.jsonl")
+    steps = [(r["step"], r["loss"], r["rate"], r["norm"]) for r in lines if r["event"] == "step"]
+    return steps + [(r["step"], r["metrics"]) for r in lines if r["event"] in ("evaluation", "end")]
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,8 @@ def test_a_run_trains_and_saves_a_model_with_its_recipe(tmp_path: Path):
     assert json.loads((tmp_path / "final.json").read_text()) == result.data
     assert {"task": "answered", "steps": 120, "model": str(tmp_path)}.items() <= result.data.items()
     page = (tmp_path / "README.md").read_text()
-    for said in ("The task is answered (seed=0, noise=0.0)", "lr = 0.02", "| accuracy |", "| 0.1000 |"):
-        assert said in page
+    for options in ("The task is answered (seed=0, noise=0.0)", "lr = 0.02", "| accuracy |", "| 0.1000 |"):
+        assert options in page
     events = [record["event"] for record in read_lines(tmp_path / "metrics.jsonl")]
     assert [events.count(name) for name in ("run", "step", "evaluation", "end")] == [1, 120, 2, 1]
     check_same(weights(tmp_path), result.net.state_dict())
@@ -80,20 +80,20 @@ def test_a_run_trains_and_saves_a_model_with_its_recipe(tmp_path: Path):
 
 def test_a_run_draws_from_generators_of_its_own(tmp_path: Path):
     torch.manual_seed(1)
-    wanted = torch.rand(3)
+    expected = torch.rand(3)
     torch.manual_seed(1)
     train(Echo(), recipe=short_recipe(steps=1, dropout=0.5), out=tmp_path)
-    assert torch.equal(torch.rand(3), wanted)
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_the_last_checkpoints_stay_and_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Held-out losses by the step: step 4 is the best, and its weights are the model."""
     script(monkeypatch, [5.0, 1.0, 3.0, 2.0, 4.0])
     result = train(Echo(), recipe=short_recipe(steps=10, evaluate_every=2, checkpoint_every=1, keep=3), out=tmp_path)
-    kept = CheckpointFolder(tmp_path / "checkpoint")
-    assert [int(path.stem) for path in kept.paths] == [10, 9, 8, 4]
+    checkpoint_folder = CheckpointFolder(tmp_path / "checkpoint")
+    assert [int(path.stem) for path in checkpoint_folder.paths] == [10, 9, 8, 4]
     assert result.best == 4
-    check_same(weights(tmp_path), training_run.read_checkpoint(kept.path(4)).tensors_of_kind("model"))
+    check_same(weights(tmp_path), training_run.read_checkpoint(checkpoint_folder.path(4)).tensors_of_kind("model"))
 
 
 def script(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
@@ -185,16 +185,16 @@ for line in sys.stdin:
     if child == 0:
         for name in ("write", "fsync", "replace", "unlink"):
             deadly(name, int(line))
-        train(Echo(), recipe=short_recipe({said}), out=sys.argv[1], resume="allowed")
+        train(Echo(), recipe=short_recipe({options}), out=sys.argv[1], resume="allowed")
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-def killed_and_resumed(folder: Path, kills: int, said: str) -> list[int]:
+def killed_and_resumed(folder: Path, kills: int, value: str) -> list[int]:
     """Run, kill -9 at a random call to the disk, and again; at last let it be. The steps kept at each kill."""
     paths = [str(Path(__file__).parents[1]), str(Path(hw.__file__).parents[1])]
-    command = [sys.executable, "-c", NURSERY.format(paths=paths, said=said), str(folder)]
+    command = [sys.executable, "-c", NURSERY.format(paths=paths, options=value), str(folder)]
     checkpoints, moment, steps = CheckpointFolder(folder / "checkpoint"), random.Random(0), []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as nursery:
         assert nursery.stdin is not None
@@ -214,16 +214,16 @@ def killed_and_resumed(folder: Path, kills: int, said: str) -> list[int]:
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path: Path, kills: int):
     """A checkpoint at every step; each kill falls into the writing of one, or of the lines and the model beside it."""
     steps = 10 * kills
-    said = f"steps={steps}, checkpoint_every=1, evaluate_every=10, dropout=0.1"
-    kept = killed_and_resumed(tmp_path / "killed", kills, said)
+    message = f"steps={steps}, checkpoint_every=1, evaluate_every=10, dropout=0.1"
+    keep = killed_and_resumed(tmp_path / "killed", kills, message)
     train(
         Echo(),
         recipe=short_recipe(steps=steps, checkpoint_every=1, evaluate_every=10, dropout=0.1),
         out=tmp_path / "whole",
     )
-    assert kept == sorted(kept)
-    assert kept[-1] == steps
-    assert len(set(kept)) > kills // 2, "hardly a kill left anything behind"
+    assert keep == sorted(keep)
+    assert keep[-1] == steps
+    assert len(set(keep)) > kills // 2, "hardly a kill left anything behind"
     check_same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
     assert trail(tmp_path / "killed") == trail(tmp_path / "whole")
 
@@ -245,7 +245,7 @@ def test_a_folder_that_holds_a_model_is_not_written_over(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("task", "said", "told"),
+    ("task", "options", "message"),
     [
         (Echo(), {"lr": 0.001}, r"recipe.lr was 0.002, is now 0.001"),
         (Echo(), {"steps": 7}, r"recipe.steps was 6, is now 7"),
@@ -253,9 +253,9 @@ def test_a_folder_that_holds_a_model_is_not_written_over(tmp_path: Path):
         (Answered(), {}, r"task.name was 'echo', is now 'answered'"),
     ],
 )
-def test_another_setup_is_refused_by_its_first_difference(whole: Path, task: Echo, said: dict, told: str):
-    with pytest.raises(SpecError, match=told):
-        train(task, recipe=short_recipe(**STOCHASTIC, **said), out=whole, resume="allowed")
+def test_another_setup_is_refused_by_its_first_difference(whole: Path, task: Echo, options: dict, message: str):
+    with pytest.raises(SpecError, match=message):
+        train(task, recipe=short_recipe(**STOCHASTIC, **options), out=whole, resume="allowed")
 
 
 class Changed(Echo):
@@ -293,10 +293,10 @@ class WildLabel(Wild):
 
 
 @pytest.mark.parametrize(
-    ("task", "told"), [(Wild(), "batch 4 has the input id 99"), (WildLabel(), "batch 4 has the label 99")]
+    ("task", "message"), [(Wild(), "batch 4 has the input id 99"), (WildLabel(), "batch 4 has the label 99")]
 )
-def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path, task: Echo, told: str):
-    with pytest.raises(ValueError, match=f"{told}, but the model has 11 of them; use 0..10"):
+def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path, task: Echo, message: str):
+    with pytest.raises(ValueError, match=f"{message}, but the model has 11 of them; use 0..10"):
         train(task, recipe=short_recipe(), out=tmp_path)
     assert newest(tmp_path).step == 4
 
@@ -346,23 +346,23 @@ def poisoned(step: int, name: str, value: float):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "message"),
     [
         ("decoder.0.feed.up", float("nan"), r"the weight decoder.0.feed.up \(feed, decayed\) holds NaN or inf"),
         ("decoder.0.feed.up", 3e38, r"the output of decoder.0.feed \(feed, decayed\) is the first with NaN or inf"),
         ("decoder.0.feed_norm.weight", 3e38, r"the output of decoder.0.feed_norm \(norm, kept\) is the first"),
     ],
 )
-def test_a_non_finite_loss_ends_a_run_and_names_its_origin(tmp_path: Path, name: str, value: float, told: str):
+def test_a_non_finite_loss_ends_a_run_and_names_its_origin(tmp_path: Path, name: str, value: float, message: str):
     net, sink = hw.build(Echo().model(), seed=0), poisoned(5, name, value)
     sink.net = net
     with pytest.raises(
-        TrainingDiverged, match=f"step 6: the loss is nan; {told}.*checkpoint of step 4 is in .*; train again"
+        TrainingDiverged, match=f"step 6: the loss is nan; {message}.*checkpoint of step 4 is in .*; train again"
     ):
         train(Echo(), net, short_recipe(), tmp_path, loggers=[sink])
-    held = newest(tmp_path)
-    assert held.step == 4
-    assert all(tensor.isfinite().all() for tensor in held.tensors.values())
+    stored = newest(tmp_path)
+    assert stored.step == 4
+    assert all(tensor.isfinite().all() for tensor in stored.tensors.values())
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values())
 
 
@@ -382,7 +382,7 @@ def test_a_gradient_that_is_not_finite_is_found_where_it_began(tmp_path: Path, m
     """Behind the feed-forward: what comes after it, on the way back, is what it spoiled, and not the first."""
     net = hw.build(Echo().model(), seed=0)
     feed = net.get_submodule("decoder.0.feed")
-    feed.register_forward_hook(lambda module, given, out: Steep.apply(out))
+    feed.register_forward_hook(lambda module, inputs, out: Steep.apply(out))
     with pytest.raises(TrainingDiverged, match=r"step 1: the gradient holds NaN or inf; .* of decoder.0.feed"):
         train(Echo(), net, short_recipe(), tmp_path)
 
@@ -432,11 +432,11 @@ class Failing:
     def __init__(self, name: str, call: int) -> None:
         self.call, self.left = getattr(os, name), call
 
-    def __call__(self, *given: object) -> object:
+    def __call__(self, *args: object) -> object:
         self.left -= 1
         if self.left == 0:
             raise OSError(28, "No space left on device")
-        return self.call(*given)
+        return self.call(*args)
 
 
 def counted(name: str, folder: Path) -> int:
@@ -457,7 +457,7 @@ def test_whatever_call_fails_the_checkpoint_before_is_whole_and_the_run_goes_on(
     """Each call of a run fails once: one line says so, no checkpoint is lost, and the same bits come out."""
     recipe = short_recipe(steps=1)
     calls = counted(name, tmp_path / "whole")
-    wanted = weights(tmp_path / "whole")
+    expected = weights(tmp_path / "whole")
     for call in range(1, calls + 1):
         folder = tmp_path / str(call)
         checkpoints = CheckpointFolder(folder / "checkpoint")
@@ -471,7 +471,7 @@ def test_whatever_call_fails_the_checkpoint_before_is_whole_and_the_run_goes_on(
         assert not damages
         assert found is not None or call <= FIRST[name]
         result = train(Echo(), recipe=recipe, out=folder, resume="allowed")
-        check_same(weights(folder), wanted)
+        check_same(weights(folder), expected)
         assert result.steps == 1
 
 

@@ -41,20 +41,20 @@ def pairs(lengths=LENGTHS) -> Batch:
     draw = torch.Generator().manual_seed(7)
     ids = [torch.randint(IDS, (len(lengths), max(each)), generator=draw) for each in zip(*lengths, strict=True)]
     source, x = ids
-    told = [
+    sequence = [
         SequenceInfo.from_batch(one, lengths=list(each))
         for one, each in zip(ids, zip(*lengths, strict=True), strict=True)
     ]
-    labels = torch.randint(IDS, x.shape, generator=draw).where(told[1].is_real, IGNORE_INDEX)
-    return Batch(x, labels, told[1], source, told[0])
+    labels = torch.randint(IDS, x.shape, generator=draw).where(sequence[1].is_real, IGNORE_INDEX)
+    return Batch(x, labels, sequence[1], source, sequence[0])
 
 
 def net_of_pairs():
     return hw.build(make_translator((IDS, IDS), 64, 2, "one"), seed=1).double()
 
 
-def gradients(net, batch, rows, **said):
-    recipe = Recipe(batch=len(batch.labels), device="cpu", **said)
+def gradients(net, batch, rows, **options):
+    recipe = Recipe(batch=len(batch.labels), device="cpu", **options)
     net.zero_grad(set_to_none=True)
     loss = TrainStep(wrap_single_process(net.train()), recipe, StepOptions("fp32", "off", rows=rows)).compute_gradients(
         batch
@@ -96,11 +96,11 @@ def test_shares_of_ranks_are_packed_apart():
 def test_packed_evaluation_is_unchanged(task):
     net = hw.build(task.model(), seed=1).double().eval()
     world = ProcessMesh(ProcessInfo(), Parallelism(), "cpu")
-    told = [
+    values = [
         TaskEvaluator(task, short_recipe(), StepOptions("fp32", "off", rows=rows), world)
         for rows in ("padded", "packed")
     ]
-    first, second = (one.compute_metrics(BatchForward(net), "valid") for one in told)
+    first, second = (one.compute_metrics(BatchForward(net), "valid") for one in values)
     assert first.keys() == second.keys()
     assert all(first[name] == pytest.approx(second[name], rel=1e-10) for name in first)
 
@@ -112,19 +112,19 @@ ROWS = st.lists(
 
 @given(rows=ROWS)
 def test_rows_of_any_texts_come_back(rows):
-    told = [SequenceInfo.packed([[text[side] for text in row] for row in rows]) for side in (0, 1)]
-    x, source = (torch.randint(1, IDS, t.position.shape) for t in told)
-    batch = Batch(x, x.where(told[0].is_real, IGNORE_INDEX), told[0], source, told[1])
+    sequence = [SequenceInfo.packed([[text[side] for text in row] for row in rows]) for side in (0, 1)]
+    x, source = (torch.randint(1, IDS, t.position.shape) for t in sequence)
+    batch = Batch(x, x.where(sequence[0].is_real, IGNORE_INDEX), sequence[0], source, sequence[1])
     row = pack_batch(batch)
     own = row.batch.tokens
     assert own.is_real.all()
     assert row.batch.source_tokens.is_real.all()
-    assert torch.equal(row.unpack(row.batch.x), x.where(told[0].is_real, 0))
+    assert torch.equal(row.unpack(row.batch.x), x.where(sequence[0].is_real, 0))
     each = [text for one in rows for text in one if any(text)]
     assert own.lengths == (tuple(text[0] for text in each),)
     assert row.batch.source_tokens.lengths == (tuple(text[1] for text in each),)
-    apart = [[text[0], text[1]] for text in each if text[0]]
-    assert [[one.x.shape[1], one.source.shape[1]] for one in iter_texts(row.batch)] == apart
+    separate = [[text[0], text[1]] for text in each if text[0]]
+    assert [[one.x.shape[1], one.source.shape[1]] for one in iter_texts(row.batch)] == separate
 
 
 def test_padding_on_the_left_is_left_out_too():
@@ -146,8 +146,8 @@ def test_unpackable_batches_give_reasons():
     }
     mixed = SequenceInfo(torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 0, 1]]))
     cases["not consecutive"] = Batch(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4), mixed)
-    for said, batch in cases.items():
-        with pytest.raises(UnpackableBatch, match=said):
+    for message, batch in cases.items():
+        with pytest.raises(UnpackableBatch, match=message):
             pack_batch(batch)
 
 
@@ -179,27 +179,27 @@ def test_the_share_of_padding():
     assert real_token_share(Batch(torch.zeros(2, 3), torch.zeros(2, 3))) == 1
 
 
-def trial(monkeypatch, seconds, task=None, **said):
+def trial(monkeypatch, seconds, task=None, **options):
     """What is chosen when steps take these seconds, by rows and attention."""
     task = task or Echo()
     batches = [task.batch(0, 8)]
-    made = StepTrial(
-        hw.build(task.model(), seed=0), short_recipe(**({"rows": "auto"} | said)), torch.device("cpu"), batches
+    step_trial = StepTrial(
+        hw.build(task.model(), seed=0), short_recipe(**({"rows": "auto"} | options)), torch.device("cpu"), batches
     )
     monkeypatch.setattr(
         StepTrial, "_seconds", lambda self, stepper: seconds[stepper.options.rows, stepper.options.attention]
     )
-    return made.choose()
+    return step_trial.choose()
 
 
 def test_rows_are_packed_where_that_is_faster(monkeypatch):
     fast = {("padded", "fused"): 0.2, ("packed", "fused"): 0.1}
     chosen = trial(monkeypatch, fast)
     assert chosen.rows == "packed"
-    assert any(said.startswith("packed rows: 0.1000 s per step, padded 0.2000 s") for said in chosen.reasons)
+    assert any(reason.startswith("packed rows: 0.1000 s per step, padded 0.2000 s") for reason in chosen.reasons)
     slow = trial(monkeypatch, {("padded", "fused"): 0.2, ("packed", "fused"): 0.199})
     assert slow.rows == "padded"
-    assert any("padded rows: 0.2000 s per step, packed 0.1990 s" in said for said in slow.reasons)
+    assert any("padded rows: 0.2000 s per step, packed 0.1990 s" in reason for reason in slow.reasons)
     both = fast | {("padded", "plain"): 0.19, ("packed", "plain"): 0.05}
     assert (both := trial(monkeypatch, both, attention="auto")).rows == "packed"
     assert both.attention == "plain"
@@ -237,15 +237,15 @@ def test_rows_divided_by_tokens_are_not_packed():
 
 
 def test_a_packed_run_goes_on_with_the_same_bits(tmp_path):
-    said = short_recipe(steps=6, batch=6, rows="packed", checkpoint_every=2, evaluate_every=3)
-    whole = train(Echo(), recipe=said, out=tmp_path / "whole")
-    padded = train(Echo(), recipe=replace(said, rows="padded"), out=tmp_path / "padded")
+    recipe = short_recipe(steps=6, batch=6, rows="packed", checkpoint_every=2, evaluate_every=3)
+    whole = train(Echo(), recipe=recipe, out=tmp_path / "whole")
+    padded = train(Echo(), recipe=replace(recipe, rows="padded"), out=tmp_path / "padded")
     assert whole.metrics["loss"] == pytest.approx(padded.metrics["loss"], rel=1e-4)
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, 3)
         with pytest.raises(KeyboardInterrupt):
-            train(Echo(), recipe=said, out=tmp_path / "parts")
-    again = train(Echo(), recipe=said, out=tmp_path / "parts", resume="allowed")
+            train(Echo(), recipe=recipe, out=tmp_path / "parts")
+    again = train(Echo(), recipe=recipe, out=tmp_path / "parts", resume="allowed")
     for name, tensor in whole.net.state_dict().items():
         assert torch.equal(tensor, again.net.state_dict()[name]), name
 

@@ -136,7 +136,7 @@ def why(
     tokens: str | int | CallSize = "many",
     when: Iterable[str] = (),
 ) -> BackendReport:
-    """Which backend runs a call of this spec, and why not the others; nothing runs, and no device is needed.
+    """Report which backend runs a call of this spec, and why the others do not; runs nothing and needs no device.
 
     `want` names the tensors that a probe reads. `tokens` is "many" or "one" query per row, how many tokens a row has,
     or a `CallSize`. With a size, the answer includes which backend was measured to be faster; a backend named by the
@@ -148,6 +148,8 @@ def why(
     >>> reasons.backend, reasons.unsupported["sdpa"]
     ('dense', ['cannot show weights'])
     """
+    if not isinstance(spec, AttentionSpec):
+        raise ValueError(f"why takes an attention spec, not {type(spec).__name__}; give layer.spec or hw.design(...)")
     want, when = _as_words(want), _as_words(when)
     _check_known("want", want, PROBE_POINTS)
     _check_known("when", when, STATES)

@@ -18,7 +18,7 @@ from ..spec.attention_spec import AttentionSpec
 
 @dataclass(frozen=True)
 class CallSignature:
-    """One kind of call: what is known of it without reading a tensor, so that nothing waits for the device."""
+    """One kind of call: everything that is known without reading a tensor's values, which would wait for the device."""
 
     spec: AttentionSpec
     core: CoreShape
@@ -34,16 +34,17 @@ class CallSignature:
     is_compiling: bool = False  # traced by torch.compile, so values of tensors are unknown
     cache_format: str | None = None  # how cached tensors are stored, if not in `dtype`: "int8"
     is_transformed: bool = False  # inside torch.func or a forward-mode derivative, which see plain operations only
-    is_packed: bool = False  # rows hold several sequences of known lengths, which run apart
+    is_packed: bool = False  # rows hold several sequences of known lengths, which are computed separately
 
     heads_in_order: bool = field(init=False)  # one output head per query head, in order
     group_size: int = field(init=False)  # query heads per key head, or 0 if the groups differ in size
 
     def __post_init__(self) -> None:
         keys = self.core.key_head_of_query
-        each = len(keys) // (max(keys) + 1)
-        even = keys == self.core.value_head_of_row and keys == tuple(h // each for h in range(each * (max(keys) + 1)))
-        object.__setattr__(self, "group_size", each if even else 0)
+        kv_heads = max(keys) + 1
+        size = len(keys) // kv_heads
+        is_even = keys == self.core.value_head_of_row and keys == tuple(h // size for h in range(size * kv_heads))
+        object.__setattr__(self, "group_size", size if is_even else 0)
         object.__setattr__(self, "heads_in_order", self.spec.score_head_of_row == tuple(range(self.spec.heads.q)))
 
     def slower_below(self, min_keys: int, size: CallSize, faster: str) -> list[str]:
@@ -73,12 +74,12 @@ class CoreInputs(NamedTuple):
 
 
 def no_tensor_conflicts(call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs) -> list[str]:
-    """For backends that run any tensors of the calls they support."""
+    """`tensor_conflicts` of backends that run all tensors of the calls they support."""
     return []
 
 
 def never_slower(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
-    """For backends that are preferred at any size to those behind them."""
+    """`slower_reasons` of backends that are preferred at every size to those after them in `BACKENDS`."""
     return []
 
 
@@ -97,22 +98,22 @@ class ScoreTransform(Protocol):
 
 @dataclass(frozen=True)
 class CoreSteps:
-    """What a backend runs between q, k, v and the per-head outputs."""
+    """The parts of a spec that a backend runs between q, k, v and the per-head outputs, bound to their weights."""
 
     similarity: Similarity
     similarity_p: PartParams
-    recurrent_part: tuple[RecurrentPart, PartParams] | None  # what can keep past tokens as sums
+    recurrent_part: tuple[RecurrentPart, PartParams] | None  # the part with a state of fixed size (linear attention)
     scores: Sequence[ScoreTransform]
     normaliser: Normaliser
     normaliser_p: PartParams
     normalise: Callable[[Tensor, Tensor, PartParams], Tensor]
-    gather_values: GatherFunction | None  # in one with the reading of values
+    gather_values: GatherFunction | None  # normalises and gathers values in one step
     weights: Sequence[ScoreTransform]
     values: Sequence[tuple[ValueStep, PartParams]]
     elementwise: Sequence[tuple[ScoreStep, PartParams]]
-    selected_rows: tuple[int, ...] | None  # the rows of weights that read values, when some do not
-    part_weights: Sequence[PartParams]  # of every part in here
-    weights_unmodified: bool  # whether values are read with weights just as they were normalised
+    selected_rows: tuple[int, ...] | None  # rows of weights that read values; None: all rows
+    part_weights: Sequence[PartParams]  # the weights of all these parts
+    weights_unmodified: bool  # whether no part changes weights after normalisation
     pattern_text: str  # the pattern as text, which an operation registered with torch can take as an argument
 
     @staticmethod
@@ -147,18 +148,18 @@ class CoreSteps:
         )
 
     def with_fused_kernels(self) -> CoreSteps:
-        """The same with heads mixed, and scores normalised, by kernels where parts have some."""
+        """Copy that mixes heads and normalises scores by fused kernels, for parts that have one."""
         acts = {phase: [*map(_use_fused_kernel, getattr(self, phase))] for phase in ("scores", "weights")}
         gather = self.normaliser.gather_values if self.weights_unmodified else None
         return replace(self, **acts, normalise=self.normaliser.fused_normalise, gather_values=gather)
 
     @property
     def trainable_parameters(self) -> list[Tensor]:
-        """Every parameter that is read in here."""
+        """All trainable parameters of these parts."""
         return [t for p in self.part_weights for t in p.trainable()]
 
     def additive_bias(self, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
-        """What additive score steps add, as scores over which they were run on zero."""
+        """The sum of all additive score steps, [B or 1, H or 1, T, S]: their result for scores of zero."""
         zero = inputs.q.new_zeros(1, 1, attention_mask.queries.count, attention_mask.keys.count)
         for act in self.scores:
             zero = act(zero, attention_mask, inputs)
@@ -166,19 +167,19 @@ class CoreSteps:
 
 
 class PairPositions:
-    """All pairs of a call at once: positions [B, 1, T, 1] and [B, 1, 1, S]."""
+    """`ScorePosition` of all pairs of a call: positions `i` [B, 1, T, 1] of queries and `j` [B, 1, 1, S] of keys."""
 
     def __init__(self, attention_mask: AttentionMask) -> None:
         self.i, self.j = attention_mask.i, attention_mask.j
 
     def take(self, factors: Tensor, index: Tensor) -> Tensor:
-        """factors [B, T, H, R] at index [B, 1, T, S], as [B, H, T, S]."""
+        """Select from factors [B, T, H, R] by index [B, 1, T, S]; returns [B, H, T, S]."""
         by_head = factors.transpose(1, 2)
         return by_head.gather(-1, index.expand(*by_head.shape[:3], index.shape[-1]))
 
 
 def has_unmodified_weights(spec: AttentionSpec) -> bool:
-    """Whether every row of weights reads values just as it was normalised."""
+    """Whether no part changes or selects rows of weights after normalisation."""
     acts = (part for part in spec.modifiers if part.phase is Phase.WEIGHTS or isinstance(part, ValueStep))
     return spec.score_head_of_row == tuple(range(spec.heads.rows)) and not any(acts)
 
@@ -226,7 +227,7 @@ def _apply_weight_step(
 
 
 def expand_kv_heads(x_BSGK: Tensor, heads: tuple[int, ...]) -> Tensor:
-    """x_BHSK: for each reader the head it reads; a view when every head has its own or all read one."""
+    """Repeat key-value heads for query heads: x_BHSK whose head h is head `heads[h]` of x; a view for MHA and MQA."""
     x_BGSK = x_BSGK.transpose(1, 2)
     if heads == tuple(range(x_BGSK.shape[1])):
         return x_BGSK
@@ -236,10 +237,10 @@ def expand_kv_heads(x_BSGK: Tensor, heads: tuple[int, ...]) -> Tensor:
 
 
 def heads_to_rows(x_BHTK: Tensor, group_size: int) -> Tensor:
-    """[B, heads / each, each x T, K]: the heads of one group as rows of one product, so that no key is repeated."""
+    """[B, heads / group_size, group_size x T, K]: the queries of a group as rows of one product with its key head."""
     return x_BHTK.unflatten(1, (-1, group_size)).flatten(2, 3)
 
 
 def rows_to_heads(rows: Tensor, group_size: int) -> Tensor:
-    """The same rows as heads again."""
+    """Inverse of `heads_to_rows`."""
     return rows.unflatten(2, (group_size, -1)).flatten(1, 2)

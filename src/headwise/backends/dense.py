@@ -1,4 +1,4 @@
-"""Every score, in plain tensor operations: takes every spec, shows every weight."""
+"""The attention core in plain tensor operations: supports every spec, and probes can read every score and weight."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ slower_reasons = never_slower
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """The products of the full rectangle, allowed or not."""
+    """FLOPs of all (query, key) pairs, including those that the mask hides."""
     return call.core.flops(size.batch * size.queries * size.keys)
 
 
@@ -69,26 +69,26 @@ def attend_all_pairs(
     return o_BHTV.transpose(1, 2)
 
 
-attend = attend_all_pairs  # other backends run their blocks by the function; `attend` is for dispatch alone
+attend = attend_all_pairs  # only dispatch calls `attend`; other backends call `attend_all_pairs` for their blocks
 
 
 def _scores(call: CallSignature, inputs: CoreInputs, steps: CoreSteps) -> Tensor:
     q_BHTK, k_BGSK = inputs.q.transpose(1, 2), inputs.k.transpose(1, 2)
     scale, similarity = inputs.query_context.scale, steps.similarity
-    each = call.group_size
-    if each <= 1 or similarity.per_head:
+    group_size = call.group_size
+    if group_size <= 1 or similarity.per_head:
         k_BHSK = expand_kv_heads(inputs.k, call.core.key_head_of_query)
         return similarity.scores(q_BHTK, k_BHSK, scale, steps.similarity_p)
-    return rows_to_heads(similarity.scores(heads_to_rows(q_BHTK, each), k_BGSK, scale, steps.similarity_p), each)
+    s_BGRS = similarity.scores(heads_to_rows(q_BHTK, group_size), k_BGSK, scale, steps.similarity_p)
+    return rows_to_heads(s_BGRS, group_size)
 
 
 def _weighted_values(w_BHTS: Tensor, v_BSGV: Tensor, call: CallSignature) -> Tensor:
-    every = (
-        v_BSGV.shape[2] == max(call.core.value_head_of_row) + 1
-    )  # behind a mixing, a cut may leave values that nobody reads
-    each = call.group_size if every else 0
-    if each <= 1:
+    # After pruning behind a `Mix`, some value heads may have no reader.
+    all_heads_used = v_BSGV.shape[2] == max(call.core.value_head_of_row) + 1
+    group_size = call.group_size if all_heads_used else 0
+    if group_size <= 1:
         return torch.matmul(
-            w_BHTS, v_BSGV.transpose(1, 2) if each else expand_kv_heads(v_BSGV, call.core.value_head_of_row)
+            w_BHTS, v_BSGV.transpose(1, 2) if group_size else expand_kv_heads(v_BSGV, call.core.value_head_of_row)
         )
-    return rows_to_heads(torch.matmul(heads_to_rows(w_BHTS, each), v_BSGV.transpose(1, 2)), each)
+    return rows_to_heads(torch.matmul(heads_to_rows(w_BHTS, group_size), v_BSGV.transpose(1, 2)), group_size)

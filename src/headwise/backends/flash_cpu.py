@@ -14,11 +14,11 @@ from . import sdpa
 from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads
 from .routed_heads import KeyVisibility
 
-MIN_KEYS = 64  # keys from which on it was measured to be faster: docs/backends.md
+MIN_KEYS = 64  # number of keys from which it was measured to be faster, see docs/backends.md
 
 
 def boundary_lengths() -> tuple[int, ...]:
-    """The lengths at which units are full, and one at which a part of the keys ends."""
+    """Lengths at which work items are full, and one at which a part of the keys ends."""
     return QUERY_TILE_ROWS - 1, QUERY_TILE_ROWS, QUERY_TILE_ROWS + 1, 259
 
 
@@ -57,7 +57,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """The products of whole tiles of queries, each with the keys up to its last query's."""
+    """FLOPs of whole tiles of queries, each with all keys up to that of its last query."""
     ahead = size.keys - size.queries if call.spec.pattern == Causal() and call.spec.source is None else None
     shape = FlashAttentionShape(
         size.batch, size.queries, len(call.core.key_head_of_query), size.keys, _num_kernel_kv_heads(call)
@@ -66,7 +66,7 @@ def executed_flops(call: CallSignature, size: CallSize) -> int:
 
 
 def _num_kernel_kv_heads(call: CallSignature) -> int:
-    """The key heads that the kernel sees: where groups are not equal, one for each that reads."""
+    """The number of key heads that the kernel receives; heads of unequal groups are repeated for each query head."""
     return len(call.core.key_head_of_query) // (call.group_size or 1)
 
 
@@ -87,8 +87,11 @@ def attend(
 
 
 def _key_ranges(attention_mask: AttentionMask, q: Tensor) -> tuple[Tensor | None, int | None] | None:
-    """The keys of each query: ends [1 or B, T, 2], or how many keys stand before the first query; None if some in
-    between are hidden."""
+    """The range of keys of each query, as (ends [1 or B, T, 2], None), or (None, offset) for a full or causal mask.
+
+    The offset is the number of keys before the first query; it is None for a full mask. The result is None if the keys
+    of some query are not one range.
+    """
     if attention_mask.shape in ("full", "triangle"):
         return None, None if attention_mask.shape == "full" else 0
     with torch.no_grad():

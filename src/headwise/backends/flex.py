@@ -1,4 +1,4 @@
-"""FlexAttention: any elementwise change of scores, compiled into one kernel."""
+"""torch's FlexAttention: compiles elementwise score steps (ALiBi, soft-capping, ...) into one fused kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..parts.softmax import Softmax
 from ..parts.weight_dropout import WeightDropout
 from .core_interface import CallSignature, CoreInputs, CoreSteps, never_slower, no_tensor_conflicts
 
-FLEX_BLOCK_LENGTHS = (127, 128, 129)  # lengths around the block of its kernels, where a mistake would show
+FLEX_BLOCK_LENGTHS = (127, 128, 129)  # lengths around the block size of its kernels, for tests
 
 
 def unsupported_reasons(call: CallSignature) -> list[str]:
@@ -65,12 +65,12 @@ slower_reasons = never_slower
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """The products over blocks of 128 by 128 that hold an allowed pair; at least the allowed ones."""
+    """FLOPs of the allowed pairs, a lower bound: the kernel computes whole blocks of 128 x 128 pairs."""
     return call.core.flops(size.batch * size.pairs)
 
 
 class _FlexPair:
-    """One pair, as the kernel shows it."""
+    """One (query, key) pair inside the compiled kernel, as the `ScorePosition` that score steps take."""
 
     def __init__(self, i: Tensor, j: Tensor, b: Tensor, h: Tensor, t: Tensor) -> None:
         self.i, self.j, self._at = i, j, (b, t, h)
@@ -89,42 +89,42 @@ def attend(
 
     q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
     batch = q.shape[0]
-    asks, told = (
-        (t.position.expand(batch, -1), t.segment.expand(batch, -1))
-        for t in (attention_mask.queries, attention_mask.keys)
+    (query_position, query_segment), (key_position, key_segment) = (
+        (sequence.position.expand(batch, -1), sequence.segment.expand(batch, -1))
+        for sequence in (attention_mask.queries, attention_mask.keys)
     )
 
     def allowed(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        same = (asks[1][b, t] == told[1][b, s]) & (told[1][b, s] >= 0)
-        return same & attention_mask.pattern.allows(asks[0][b, t], told[0][b, s])
+        same_segment = (query_segment[b, t] == key_segment[b, s]) & (key_segment[b, s] >= 0)
+        return same_segment & attention_mask.pattern.allows(query_position[b, t], key_position[b, s])
 
     blocks = create_block_mask(allowed, batch, None, q.shape[2], k.shape[2], device=str(q.device))
     score_steps = [(step, p, step.query_factors(inputs.query_context, p)) for step, p in steps.elementwise]
 
     def score(s: Tensor, b: Tensor, h: Tensor, t: Tensor, n: Tensor) -> Tensor:
-        pair = _FlexPair(asks[0][b, t], told[0][b, n], b, h, t)
+        pair = _FlexPair(query_position[b, t], key_position[b, n], b, h, t)
         for step, p, factors in score_steps:
             s = step.score(s, pair, factors, p.head(h))
         return s
 
-    how: dict[str, Any] = {"score_mod": score if score_steps else None, "block_mask": blocks}
-    how |= {"scale": inputs.query_context.scale, "enable_gqa": call.group_size > 1}
-    o_BHTV = _run_compiled(q, k, v, how)
+    options: dict[str, Any] = {"score_mod": score if score_steps else None, "block_mask": blocks}
+    options |= {"scale": inputs.query_context.scale, "enable_gqa": call.group_size > 1}
+    o_BHTV = _run_compiled(q, k, v, options)
     return o_BHTV.transpose(1, 2)
 
 
 _COMPILED_KERNELS: dict[str, Any] = {}
 
 
-def _run_compiled(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> Tensor:
-    """One compiled kernel for each shape; uncompiled it would form every score, which dense does better."""
+def _run_compiled(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """Run `flex_attention` compiled for these shapes; uncompiled it would compute every score, as `dense` does."""
     from torch.nn.attention.flex_attention import flex_attention
 
     if torch.compiler.is_compiling():
-        return cast(Tensor, flex_attention(q, k, v, **how))
+        return cast(Tensor, flex_attention(q, k, v, **options))
     if "flex" not in _COMPILED_KERNELS:
         _COMPILED_KERNELS["flex"] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    # Every length is a kernel of its own, since the CPU's code generator fails on symbolic ones; eight, the
-    # compiler's usual limit, is few for that.
+    # Each length compiles its own kernel, because the CPU code generator fails on symbolic lengths. The compiler's
+    # default limit of 8 recompilations is too low for that.
     with torch._dynamo.config.patch(recompile_limit=128):
-        return _COMPILED_KERNELS["flex"](q, k, v, **how)
+        return _COMPILED_KERNELS["flex"](q, k, v, **options)

@@ -29,7 +29,7 @@ slower_reasons = never_slower
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """The products of the full rectangle, allowed or not."""
+    """FLOPs of all (query, key) pairs, including those that the mask hides."""
     return call.core.flops(size.batch * size.queries * size.keys)
 
 
@@ -38,11 +38,11 @@ def attend(
 ) -> Tensor:
     """Per-head outputs o_B1HV."""
     batch, _, heads, dim = inputs.q.shape
-    kept = inputs.k.shape[2]
-    rows_BGRK = inputs.q.reshape(batch, kept, heads // kept, dim)
+    kv_heads = inputs.k.shape[2]
+    rows_BGRK = inputs.q.reshape(batch, kv_heads, heads // kv_heads, dim)
     _, bias = mask_or_bias(attention_mask, inputs, steps)
     if bias is not None and bias.shape[1] > 1:
-        bias = bias.reshape(bias.shape[0], kept, heads // kept, bias.shape[-1])
+        bias = bias.reshape(bias.shape[0], kv_heads, heads // kv_heads, bias.shape[-1])
     k, v, scale = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2), inputs.query_context.scale
     if probe is not None and "lse" in probe.points:
         o_BGRV, lse_BGR = attend_with_lse(rows_BGRK, k, v, (bias, False, scale))

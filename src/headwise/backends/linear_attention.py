@@ -1,4 +1,4 @@
-"""Linear attention: sums over tokens instead of scores; a recurrent state in decoding, linear cost in one pass."""
+"""Linear attention: sums over tokens instead of scores, with linear cost; decoding keeps a recurrent state."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..masking.sequence_info import AttentionMask
 from ..spec.attention_spec import AttentionSpec
 from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads, no_tensor_conflicts
 
-MIN_KEYS = 266  # keys from which on it was measured to be faster: docs/backends.md
-CHUNK_SIZE = 128  # queries that form scores among themselves before they become part of the state
+MIN_KEYS = 266  # number of keys from which it was measured to be faster, see docs/backends.md
+CHUNK_SIZE = 128  # tokens whose scores are computed before they are added to the state
 
 
 def boundary_lengths() -> tuple[int, ...]:
-    """The lengths at which a chunk more is begun."""
+    """Lengths at which the number of chunks changes."""
     return CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, 2 * CHUNK_SIZE + 3
 
 
@@ -37,7 +37,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 
 
 def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
-    """Why another backend is preferred at this size; a state is read here at any size."""
+    """Why another backend is preferred at this size; calls with a recurrent state run here at every size."""
     return [] if call.has_recurrent_state else call.slower_below(MIN_KEYS, size, "every score takes less time")
 
 
@@ -45,7 +45,7 @@ tensor_conflicts = no_tensor_conflicts
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """Scores of each chunk among itself, the folding of chunks, and a reading of the state for each query."""
+    """FLOPs of the scores within each chunk, of updates of the state, and of each query's product with the state."""
     assert call.spec.recurrent_part is not None
     rows, features, vdim = (
         len(call.core.value_head_of_row),
@@ -54,22 +54,22 @@ def executed_flops(call: CallSignature, size: CallSize) -> int:
     )
     queries, keys = size.queries, size.keys
     if call.has_recurrent_state:
-        own, folded, readers = queries * queries, 0, queries
+        pairs, state_updates, state_reads = queries * queries, 0, queries
     elif call.spec.pattern == Full() or queries == keys == 1:
-        own, folded, readers = 0, keys, queries
-    elif call.spec.source is not None:  # whose tokens come before whose is for the data to say
-        own, folded, readers = queries * keys, 0, 0
+        pairs, state_updates, state_reads = 0, keys, queries
+    elif call.spec.source is not None:  # the order of queries and source tokens depends on the data: one chunk
+        pairs, state_updates, state_reads = queries * keys, 0, 0
     else:
         full, rest = divmod(queries, CHUNK_SIZE)
-        own = full * CHUNK_SIZE**2 + rest**2
-        readers = max(queries - CHUNK_SIZE, 0)
-        folded = max(queries - 1, 0) // CHUNK_SIZE * CHUNK_SIZE
-    each = own * (features + vdim) + folded * features * vdim + readers * features * (vdim + 1)
-    return 2 * size.batch * rows * each
+        pairs = full * CHUNK_SIZE**2 + rest**2
+        state_reads = max(queries - CHUNK_SIZE, 0)
+        state_updates = max(queries - 1, 0) // CHUNK_SIZE * CHUNK_SIZE
+    per_row = pairs * (features + vdim) + state_updates * features * vdim + state_reads * features * (vdim + 1)
+    return 2 * size.batch * rows * per_row
 
 
 def empty_state(spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """The state of no tokens; sums of thousands keep at least float32."""
+    """The state before any token; at least float32, because it sums over thousands of tokens."""
     assert spec.recurrent_part is not None
     part, exact = spec.recurrent_part[1], torch.promote_types(dtype, torch.float32)
     sizes = spec.sizes_of(part)
@@ -80,41 +80,39 @@ def empty_state(spec: AttentionSpec, batch: int, dtype: torch.dtype, device: tor
 
 
 def values_per_row(inputs: CoreInputs, call: CallSignature) -> tuple[Tensor, Tensor]:
-    """The key and the value that each voice reads."""
-    keys = tuple(call.core.key_head_of_query[own] for own in call.spec.score_head_of_row)
+    """Keys k_BRSK and values v_BRSV of each row of weights."""
+    keys = tuple(call.core.key_head_of_query[head] for head in call.spec.score_head_of_row)
     return expand_kv_heads(inputs.k, keys), expand_kv_heads(inputs.v, call.core.value_head_of_row)
 
 
 def attend(
     call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
-    """Per-head outputs o_BTHV: (what the state gives + what keys beside it give) / (the total of their shares)."""
+    """Per-head outputs o_BTHV: weighted sums of values, over the state and the keys, divided by the sums of weights."""
     q_BHTK = inputs.q.transpose(1, 2)
     if steps.selected_rows is not None:
         q_BHTK = q_BHTK.index_select(1, torch.tensor(steps.selected_rows, device=q_BHTK.device))
     k_BHSK, v_BHSV = values_per_row(inputs, call)
-    reading = _StateReader(steps, inputs.query_context.scale, v_BHSV.dtype)
+    reader = _StateReader(steps, inputs.query_context.scale, v_BHSV.dtype)
     if call.has_recurrent_state:
-        o_BHTV = reading.read_state_and_keys(
+        o_BHTV = reader.read_state_and_keys(
             q_BHTK, k_BHSK, v_BHSV, attention_mask.allowed, inputs.state, attention_mask.queries.is_real
         )
-    elif (
-        attention_mask.shape == "any"
-    ):  # who may be summed up with whom depends on the data: one chunk, without a state
-        o_BHTV = reading.read_state_and_keys(q_BHTK, k_BHSK, v_BHSV, attention_mask.allowed)
+    elif attention_mask.shape == "any":  # the mask depends on the data: one chunk, without a state
+        o_BHTV = reader.read_state_and_keys(q_BHTK, k_BHSK, v_BHSV, attention_mask.allowed)
     else:
-        nothing = empty_state(call.spec, q_BHTK.shape[0], q_BHTK.dtype, q_BHTK.device)
-        passed = reading.read_all_keys if attention_mask.shape == "full" else reading.read_causal_chunks
-        o_BHTV = passed(q_BHTK, k_BHSK, v_BHSV, nothing)
+        state = empty_state(call.spec, q_BHTK.shape[0], q_BHTK.dtype, q_BHTK.device)
+        read = reader.read_all_keys if attention_mask.shape == "full" else reader.read_causal_chunks
+        o_BHTV = read(q_BHTK, k_BHSK, v_BHSV, state)
     return o_BHTV.transpose(1, 2)
 
 
 class _StateReader:
-    """The ways in which queries read sums."""
+    """Computes outputs from a recurrent state, from keys, or from both."""
 
     def __init__(self, steps: CoreSteps, scale: float, dtype: torch.dtype) -> None:
         assert steps.recurrent_part is not None
-        (self.folder, self.p), self.scale, self.dtype = steps.recurrent_part, scale, dtype
+        (self.part, self.p), self.scale, self.dtype = steps.recurrent_part, scale, dtype
 
     def read_state_and_keys(
         self,
@@ -125,37 +123,37 @@ class _StateReader:
         state: Mapping[str, Tensor] | None = None,
         live_BT: Tensor | None = None,
     ) -> Tensor:
-        """o_BHTV of queries that read a state, when there is one, and these keys where allowed."""
-        share_BHTS = self.folder.unnormalised_weights(q_BHTK, k_BHSK, self.scale, self.p).masked_fill(~allowed, 0.0)
-        share_BHTS = share_BHTS.to(torch.promote_types(share_BHTS.dtype, torch.float32))  # sums of thousands
-        value_BHTV, total = torch.matmul(share_BHTS, v_BHSV.to(share_BHTS.dtype)), share_BHTS.sum(-1)
+        """o_BHTV over the allowed keys and, if there is one, the state. `live_BT` is False for padding."""
+        w_BHTS = self.part.unnormalised_weights(q_BHTK, k_BHSK, self.scale, self.p).masked_fill(~allowed, 0.0)
+        w_BHTS = w_BHTS.to(torch.promote_types(w_BHTS.dtype, torch.float32))  # sums over thousands of tokens
+        value_BHTV, total = torch.matmul(w_BHTS, v_BHSV.to(w_BHTS.dtype)), w_BHTS.sum(-1)
         if state is not None:
-            past_BHTV, weight = self.folder.read_state(q_BHTK, state, self.p)
+            past_BHTV, past_total = self.part.read_state(q_BHTK, state, self.p)
             if live_BT is not None:
                 live = live_BT[:, None, :]
-                past_BHTV, weight = past_BHTV.masked_fill(~live[..., None], 0.0), weight.masked_fill(~live, 0.0)
-            value_BHTV, total = value_BHTV + past_BHTV, total + weight
-        return self._over(value_BHTV, total)
+                past_BHTV, past_total = past_BHTV.masked_fill(~live[..., None], 0.0), past_total.masked_fill(~live, 0.0)
+            value_BHTV, total = value_BHTV + past_BHTV, total + past_total
+        return self._divide(value_BHTV, total)
 
     def read_all_keys(self, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """o_BHTV of queries that read every key."""
-        state = self._folded(state, k_BHSK, v_BHSV)
-        return self._over(*self.folder.read_state(q_BHTK, state, self.p))
+        """o_BHTV of queries that attend to every key."""
+        state = self._update_state(state, k_BHSK, v_BHSV)
+        return self._divide(*self.part.read_state(q_BHTK, state, self.p))
 
     def read_causal_chunks(self, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """o_BHTV of queries that read the keys up to their own, chunk by chunk."""
+        """o_BHTV under a causal mask, chunk by chunk: the scores of a chunk, and the state of all earlier tokens."""
         chunks: list[Tensor] = []
         for start in range(0, q_BHTK.shape[2], CHUNK_SIZE):
             q, k, v = (t[:, :, start : start + CHUNK_SIZE] for t in (q_BHTK, k_BHSK, v_BHSV))
-            square = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
-            chunks.append(self.read_state_and_keys(q, k, v, square, state if start else None))
+            causal = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+            chunks.append(self.read_state_and_keys(q, k, v, causal, state if start else None))
             if start + CHUNK_SIZE < q_BHTK.shape[2]:
-                state = self._folded(state, k, v)
+                state = self._update_state(state, k, v)
         return torch.cat(chunks, 2) if chunks else torch.zeros_like(v_BHSV)
 
-    def _folded(self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor) -> dict[str, Tensor]:
+    def _update_state(self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor) -> dict[str, Tensor]:
         live_BS = torch.ones(k_BHSK.shape[0], k_BHSK.shape[2], dtype=torch.bool, device=k_BHSK.device)
-        return self.folder.update_state(state, k_BHSK, v_BHSV, live_BS, self.p)
+        return self.part.update_state(state, k_BHSK, v_BHSV, live_BS, self.p)
 
-    def _over(self, value_BHTV: Tensor, total: Tensor) -> Tensor:
+    def _divide(self, value_BHTV: Tensor, total: Tensor) -> Tensor:
         return (value_BHTV / total.masked_fill(total == 0, 1.0)[..., None]).to(self.dtype)

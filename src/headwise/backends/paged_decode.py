@@ -21,7 +21,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     if call.needs_grad:
         reasons.append("a paged cache keeps no gradients")
     if unseen := sorted(call.probed_tensors & {"k", "v"}):
-        reasons.append(f"it never has the {', '.join(unseen)} of each row side by side")
+        reasons.append(f"cannot show {', '.join(unseen)}: it reads keys and values in their pages")
     if "lse" in call.probed_tensors and isinstance(call.spec.normaliser, SinkSoftmax):
         reasons.append("its lse includes the sinks")
     return reasons
@@ -32,7 +32,7 @@ slower_reasons = never_slower
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """The products of every key in reach, allowed or not."""
+    """FLOPs of all keys that the cache retains, including keys that the mask hides."""
     return call.core.flops(size.batch * size.queries * size.keys)
 
 
@@ -41,23 +41,24 @@ def attend(
 ) -> Tensor:
     """Per-head outputs o_B1HV."""
     spans = attention_mask.keys.block_table
-    assert spans is not None, "keys were gathered; let the cache place them"
+    assert spans is not None, "the paged backend needs the block table of a paged cache"
     hidden = None if spans.all_visible else ~attention_mask.allowed[:, :, 0]
     return ragged_decode.attend_spans(call, attention_mask, inputs, steps, probe, (spans.table, hidden))
 
 
 def gather_pages(attention_mask: AttentionMask, inputs: CoreInputs) -> tuple[AttentionMask, CoreInputs]:
-    """The call with the pages of each row gathered and dequantised, for readers of keys and values."""
+    """The mask and inputs of a call with the pages of each row gathered and dequantised, for other backends."""
     if inputs.k.dtype == torch.int8:
-        told = ((held, inputs.kv_entry[f"{side}.scale"]) for side, held in (("k", inputs.k), ("v", inputs.v)))
-        k, v = ((held * scale[..., None]).to(inputs.q.dtype) for held, scale in told)
+        scales = (inputs.kv_entry[f"{side}.scale"] for side in "kv")
+        k, v = (
+            (x * scale[..., None]).to(inputs.q.dtype) for x, scale in zip((inputs.k, inputs.v), scales, strict=True)
+        )
         inputs = inputs._replace(k=k, v=v)
     keys = attention_mask.keys
     if keys.block_table is None:
         return attention_mask, inputs
     pages = keys.block_table.table[..., 0]
-    k, v = (held[pages].flatten(1, 2).masked_fill(~keys.is_real[..., None, None], 0) for held in (inputs.k, inputs.v))
-    told = SequenceInfo(keys.position, keys.segment, checked=True)
-    return AttentionMask(attention_mask.queries, told, attention_mask.pattern, attention_mask.mask), inputs._replace(
-        k=k, v=v
-    )
+    k, v = (x[pages].flatten(1, 2).masked_fill(~keys.is_real[..., None, None], 0) for x in (inputs.k, inputs.v))
+    gathered_keys = SequenceInfo(keys.position, keys.segment, checked=True)
+    gathered_mask = AttentionMask(attention_mask.queries, gathered_keys, attention_mask.pattern, attention_mask.mask)
+    return gathered_mask, inputs._replace(k=k, v=v)

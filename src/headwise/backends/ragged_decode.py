@@ -1,4 +1,4 @@
-"""Decode step on the CPU: one query per row, over as many cached keys as each row holds."""
+"""Decode step on the CPU: one query per row, over cached keys whose number differs between rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from . import sdpa
 from .core_interface import CallSignature, CoreInputs, CoreSteps, no_tensor_conflicts
 
 RAGGED_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-# Bytes of keys and values from which on the kernel is faster than torch's own call, which is slow in bfloat16.
+# Bytes of keys and values above which the kernel is faster than torch's fused call, which is slow in bfloat16.
 MIN_BYTES_BY_DTYPE = {torch.bfloat16: 2**21, torch.float32: 2**23, torch.float64: 2**23}
 
 
@@ -29,7 +29,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     cap = leading_softcap(call.spec)
     core = sdpa.fused_call_conflicts(replace(call, probed_tensors=call.probed_tensors - {"lse"}))
     reasons = list(core)
-    if cap is not None:  # it is the first to act; another behind it is none of the kernel's
+    if cap is not None:  # the kernel applies a soft cap before all other score steps, but none after them
         reasons.remove(f"{type(cap).__name__} is not additive")
     if not call.single_query:
         reasons.append("supports one query per row only")
@@ -45,7 +45,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 
 
 def leading_softcap(spec: AttentionSpec) -> Softcap | None:
-    """The ceiling that scores have before anything is added to them, where there is one."""
+    """The soft cap that is the first score step of the spec; None if the first step is another part."""
     steps = [step for _, step in spec.parts_of(ScoreStep)]
     return steps[0] if steps and isinstance(steps[0], Softcap) else None
 
@@ -54,23 +54,23 @@ tensor_conflicts = no_tensor_conflicts
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """The products with every slot there is, read or not."""
+    """FLOPs of all cache slots, including slots that no query reads."""
     return call.core.flops(size.batch * size.queries * size.keys)
 
 
 def reads_quantized_cache(call: CallSignature) -> bool:
-    """Whether it reads int8 keys and values in place, which needs a project that caches them and no probe of them."""
-    seen = call.probed_tensors & {"k", "v"}
+    """Whether int8 keys and values are read in place; this needs a `Direct` project and no probe of keys or values."""
+    probed = call.probed_tensors & {"k", "v"}
     return (
         call.cache_format == "int8"
         and isinstance(call.spec.project, Direct)
         and call.dtype != torch.float64
-        and not seen
+        and not probed
     )
 
 
 def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
-    """Why another backend is preferred at this size: plain calls take less time on few bytes of keys and values."""
+    """Why another backend is preferred at this size: torch operations are faster on few bytes of keys and values."""
     nbytes, least = size.batch * size.keys * bytes_per_token(call), MIN_BYTES_BY_DTYPE[call.dtype]
     if nbytes >= least or not bytes_per_token(call):
         return []
@@ -80,7 +80,7 @@ def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list
 
 
 def bytes_per_token(call: CallSignature) -> int:
-    """Bytes of keys and values that one token adds; 0 where no other backend reads them as they are stored."""
+    """Bytes of the keys and values of one token; 0 if no other backend can read the cache in its storage format."""
     if reads_quantized_cache(call) or "lse" in call.probed_tensors or call.dtype not in MIN_BYTES_BY_DTYPE:
         return 0
     return (call.core.dim + call.core.vdim) * (max(call.core.key_head_of_query) + 1) * call.dtype.itemsize
@@ -101,7 +101,11 @@ def attend_spans(
     probe: Probe | None,
     span_args: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """The same of keys in pages, told by their spans, [B, N, 3], if not all, and which of their columns are hidden."""
+    """Per-head outputs o_B1HV of keys in spans of slots. `span_args` is (spans, hidden).
+
+    Spans [B, N, 3] are (page or row, begin, end), or None if every row reads all of its keys; `hidden` marks the key
+    columns that the mask hides, or is None.
+    """
     cap, (spans_BN3, hidden) = leading_softcap(call.spec), span_args
     if cap is not None:
         steps = replace(steps, scores=steps.scores[1:])
@@ -120,16 +124,17 @@ def attend_spans(
         if reads_quantized_cache(call)
         else [None, None]
     )
-    beside = PagedDecodeOptions(bias, sink, *scales, softcap=0.0 if cap is None else cap.limit)
+    options = PagedDecodeOptions(bias, sink, *scales, softcap=0.0 if cap is None else cap.limit)
     k, v = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
-    o_BHV, lse_BH = attend_paged(inputs.q[:, 0], k, v, spans_BN3, scale=inputs.query_context.scale, options=beside)
+    o_BHV, lse_BH = attend_paged(inputs.q[:, 0], k, v, spans_BN3, scale=inputs.query_context.scale, options=options)
     if probe is not None and "lse" in probe.points:
         probe("lse", lse_BH[..., None])
     return o_BHV[:, None]
 
 
 def key_spans(attention_mask: AttentionMask, batch: int) -> tuple[Tensor | None, Tensor | None]:
-    """Which slots each row reads, [B, 1, 3], if not all; and which of these are hidden, [B or 1, 1, S], if some are."""
+    """The span of slots of each row, [B, 1, 3], or None for all slots; and the slots in it that the mask hides,
+    [B or 1, 1, S], or None if there are none."""
     keys, device = attention_mask.keys, attention_mask.keys.position.device
     if attention_mask.shape == "full":
         return None, None

@@ -77,7 +77,7 @@ def plain_softmax_conflicts(call: CallSignature) -> list[str]:
 
 
 def _can_return_lse(call: CallSignature) -> bool:
-    """The CPU's kernel has it at hand, but not its gradient, and does not know a sink's column from a key's."""
+    """Whether the fused call can return the log-sum-exp: on the CPU, without its gradient and without a sink in it."""
     plain = not call.needs_grad and not isinstance(call.spec.normaliser, SinkSoftmax)
     return plain and call.device == "cpu" and call.core.dim == call.core.vdim
 
@@ -87,12 +87,12 @@ slower_reasons = never_slower
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """The products of the full rectangle, allowed or not, and of a sink's own column."""
+    """FLOPs of all (query, key) pairs, including those that the mask hides, and of the key column of a sink."""
     return call.core.flops(size.batch * size.queries * (size.keys + num_sink_columns(call)))
 
 
 def num_sink_columns(call: CallSignature) -> int:
-    """How many keys of its own every query reads beside the real ones: a sink."""
+    """The number of key columns added to the real keys: 1 for `SinkSoftmax`, else 0."""
     return int(isinstance(call.spec.normaliser, SinkSoftmax))
 
 
@@ -112,7 +112,7 @@ def fused_attention(
     )
     triangle, bias = mask_or_bias(attention_mask, inputs, steps)
     if isinstance(steps.normaliser, SinkSoftmax):
-        # One more key of zeros whose bias is the sink and whose value is nothing: softmax with a sink, exactly.
+        # A softmax with a sink equals a softmax over one more key, with key 0, value 0 and the sink as its bias.
         bias, triangle = _bias_with_sink_column(attention_mask.allowed if triangle else bias, steps, inputs), False
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     scale = inputs.query_context.scale
@@ -126,13 +126,13 @@ def fused_attention(
     return o_BHTV.transpose(1, 2)
 
 
-attend = fused_attention  # other backends run their blocks by the function; `attend` is for dispatch alone
+attend = fused_attention  # only dispatch calls `attend`; other backends call `fused_attention` for their blocks
 
 
 def attend_with_lse(
     q: Tensor, k: Tensor, v: Tensor, mask_args: tuple[Tensor | None, bool, float]
 ) -> tuple[Tensor, Tensor]:
-    """The CPU's fused kernel with the log-sum-exp it has anyway; -inf where a query may read nothing."""
+    """Outputs and log-sum-exp of torch's fused CPU kernel; the log-sum-exp is -inf for queries without allowed keys."""
     bias, triangle, scale = mask_args
     if bias is not None and bias.dtype == torch.bool:
         bias = q.new_zeros(bias.shape).masked_fill(~bias, -torch.inf)
@@ -144,7 +144,7 @@ def attend_with_lse(
 
 
 def mask_or_bias(attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps) -> tuple[bool, Tensor | None]:
-    """What the call needs of the pattern and of additive steps: the triangle flag, and a mask or bias."""
+    """The arguments `is_causal` and `attn_mask` of the fused call, from the mask and the additive score steps."""
     if not steps.scores:
         if attention_mask.shape == "any":
             return False, attention_mask.allowed
@@ -154,7 +154,7 @@ def mask_or_bias(attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreS
 
 
 class SoftmaxArgs(NamedTuple):
-    """What a call compares beside q and k: which pairs count, or the triangle, what is added, and sinks by head."""
+    """Arguments of a softmax call beside q, k and v: mask or causal flag, additive bias, and the sink of each head."""
 
     mask: Tensor | None
     causal: bool
@@ -163,7 +163,7 @@ class SoftmaxArgs(NamedTuple):
 
 
 def is_plain_softmax(call: CallSignature) -> bool:
-    """Whether its weights are a softmax of scaled products and what is added to them, and nothing else."""
+    """Whether the weights of this call are a softmax over scaled dot products plus additive biases."""
     return not fused_call_conflicts(replace(call, probed_tensors=frozenset(), has_caller_mask=False, training=False))
 
 

@@ -23,9 +23,9 @@ class PageAllocator:
     >>> pages = PageAllocator(3)
     >>> first, second = pages.allocate(), pages.allocate()
     >>> pages.name(first, "once upon")
-    >>> pages.release(first), pages.num_held
+    >>> pages.release(first), pages.num_allocated
     (None, 1)
-    >>> pages.add_reference(pages.find("once upon")), pages.num_held
+    >>> pages.add_reference(pages.find("once upon")), pages.num_allocated
     (None, 2)
     """
 
@@ -42,7 +42,7 @@ class PageAllocator:
         return len(self._free)
 
     @property
-    def num_held(self) -> int:
+    def num_allocated(self) -> int:
         """Number of allocated pages; a shared page counts once."""
         return self.count - len(self._free)
 
@@ -54,7 +54,7 @@ class PageAllocator:
         """Return a free page with one reference; its name is removed, so its old contents are no longer found."""
         if not self._free:
             raise CacheFull(
-                f"all {self.count:,} pages are held; wait until a sequence is freed, or give a larger budget"
+                f"all {self.count:,} pages are in use; wait until a sequence is freed, or give a larger budget"
             )
         page, _ = self._free.popitem(last=False)
         if page in self._names:
@@ -105,13 +105,13 @@ class RetentionGroup(NamedTuple):
         ... )
         ([0, 4], [0, 1, 2])
         """
-        held = -(-length // self.page)
+        num_pages = -(-length // self.page)
         if self.last is None:
-            yield from range(held)
+            yield from range(num_pages)
             return
         begin = -(-min(self.first, length) // self.page)
         yield from range(begin)
-        yield from range(max(begin, (length - self.last + 1) // self.page), held)
+        yield from range(max(begin, (length - self.last + 1) // self.page), num_pages)
 
     def max_pages(self, length: int, chunk: int) -> int:
         """Return the most pages that a row holds at any time while it grows to `length`, `chunk` tokens at a time.
@@ -230,7 +230,7 @@ class BlockTables:
     >>> book.publish_prefix(one, range(10))
     >>> two = book.new_sequence()
     >>> book.reuse_prefix(two, book.find_prefix(two, [*range(9), 77]))  # two pages are full; the third is its own
-    >>> two.length, book.pages.num_held
+    >>> two.length, book.pages.num_allocated
     (8, 3)
     """
 
@@ -254,9 +254,9 @@ class BlockTables:
         ]
         fresh = [spot for spot in touched if spot[2] not in spot[0].tables[spot[1]]]
         shared = [(row, g, n) for row, g, n, _ in touched if n in row.tables[g] and self._shared(row.tables[g][n])]
-        if (wanted := len(fresh) + len(shared)) > self.pages.num_free:
+        if (num_needed := len(fresh) + len(shared)) > self.pages.num_free:
             raise CacheFull(
-                f"{wanted:,} more pages are needed and {self.pages.num_free:,} of {self.pages.count:,} are free; "
+                f"{num_needed:,} more pages are needed and {self.pages.num_free:,} of {self.pages.count:,} are free; "
                 "wait until a sequence is freed, or make a pool with more pages"
             )
         changes = PageChanges([], [])

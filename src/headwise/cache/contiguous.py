@@ -243,9 +243,7 @@ class RecurrentStateCache(KVCache):
 
     def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         if at.start is None and bool((at.is_real & (at.segment != 0)).any()):
-            raise ValueError(
-                "a recurrent state cannot tell segments apart; give each packed document a cache of its own"
-            )
+            raise ValueError("a recurrent state cannot separate segments; give each packed document a cache of its own")
         self._advance(at)
         return entry, at
 

@@ -74,7 +74,7 @@ class KVCache(ABC):
         self._opening = spec.pattern.tokens_before_decode
         self.used = 0  # tokens appended, padding included
         self.uniform = True  # every row holds positions 0 .. used - 1 of segment 0, known without a device sync
-        self.single = True  # no row has held a segment other than 0
+        self.single = True  # every token so far is in segment 0
         self._settles = 1  # number of tokens after which all decode steps run the same operations
         self._reach: FullVisibility | None = None
         self._last = torch.full((batch,), -1, dtype=torch.int64, device=device)

@@ -27,7 +27,7 @@ class PageAccess:
     page: Tensor
     offset: Tensor
     is_real: tuple[Tensor, Tensor] | None  # (row, column) of the real tokens; None if all are real
-    held_pages: HeldPages | None
+    row_pages: RowPages | None
 
 
 class GatheredPages(NamedTuple):
@@ -50,7 +50,7 @@ class PageSpans(NamedTuple):
 
 
 @dataclass(eq=False)
-class HeldPages:
+class RowPages:
     """Pages of each row after a call has appended `counts` tokens; `ends` are the new lengths of the rows.
 
     Index tensors are computed on first use and reused by all layers of the group.
@@ -185,14 +185,14 @@ class PagedBatch:
 
     def select_rows(self, index: Tensor) -> None:
         """Keep these rows in this order; a repeated row is forked with shared pages, a row left out is freed."""
-        taken = index.tolist()
-        book, seen = self.book, set[int]()
+        indices = index.tolist()
+        book, used = self.book, set[int]()
         rows = []
-        for number in taken:
-            rows.append(book.fork(self.rows[number]) if number in seen else self.rows[number])
-            seen.add(number)
+        for number in indices:
+            rows.append(book.fork(self.rows[number]) if number in used else self.rows[number])
+            used.add(number)
         for number, row in enumerate(self.rows):
-            if number not in seen:
+            if number not in used:
                 book.free_sequence(row)
         self.rows = rows
         self.last = self._last()
@@ -240,7 +240,7 @@ class PagedBatch:
         return PageAccess(
             *page_and_offset,
             live,
-            HeldPages(keep, tables, counts, ends, self.book.pages.count, device) if past else None,
+            RowPages(keep, tables, counts, ends, self.book.pages.count, device) if past else None,
         )
 
 
@@ -263,7 +263,7 @@ class PagePool:
     >>> (cache,) = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))
     >>> with torch.no_grad():
     ...     _ = layer(torch.randn(2, 5, 8), cache=cache)
-    >>> pool.book.pages.num_held, cache.nbytes  # 2 rows x 2 pages x 4 tokens x 16 numbers x 4 bytes
+    >>> pool.book.pages.num_allocated, cache.nbytes  # 2 rows x 2 pages x 4 tokens x 16 numbers x 4 bytes
     (4, 1024)
     """
 
@@ -297,9 +297,9 @@ class PagePool:
         """Return a batch of these rows in this order, for one call or several."""
         return PagedBatch(self.numbers, self.book, rows)
 
-    def caches(self, seats: PagedBatch) -> list[PagedCache]:
+    def caches(self, batch: PagedBatch) -> list[PagedCache]:
         """Return a cache of these rows for each layer."""
-        return [PagedCache(self, seats, layer) for layer in range(len(self.specs))]
+        return [PagedCache(self, batch, layer) for layer in range(len(self.specs))]
 
     def _tensor_view(self, place: TensorPlacement) -> Tensor:
         """Return a view of one tensor in all pages: [pages + 1, heads, tokens, width]."""
@@ -311,24 +311,24 @@ class PagePool:
         """Allocate the gather buffer for `pages` pages of any layer."""
         self._buffer = self.numbers.new_zeros(pages * self.paging.widest)
 
-    def gather(self, layer: int, held: HeldPages) -> KVEntry:
+    def gather(self, layer: int, row_pages: RowPages) -> KVEntry:
         """Copy one layer's entry from the pages of every row into the buffer; valid until the next call.
 
         The tokens of each head are contiguous, as attention reads them.
         """
-        rows, pages = held.gathered.pages.shape
+        rows, pages = row_pages.gathered.pages.shape
         entry, begin = KVEntry(), 0
         for name, place in self.paging.layers[layer].items():
             tokens = self.paging.groups[place.group].page
             piece = gcd(tokens * place.width, place.start, self.paging.numbers)
-            index = held.index(place.heads, tokens * place.width // piece, self.paging.numbers // piece)
+            index = row_pages.index(place.heads, tokens * place.width // piece, self.paging.numbers // piece)
             end = begin + index.numel() * piece
             if end > self._buffer.numel():
                 self._buffer = self.numbers.new_empty(2 * end)
             gathered = self._buffer[begin:end].view(index.numel(), piece)
             torch.index_select(self.numbers.view(-1, piece), 0, index + place.start // piece, out=gathered)
             slots = gathered.view(rows, place.heads, pages * tokens, place.width).transpose(1, 2)[
-                :, : held.gathered.filled
+                :, : row_pages.gathered.filled
             ]
             entry[name], begin = slots.reshape(*slots.shape[:2], *place.shape), end
         return entry
@@ -344,12 +344,12 @@ class PagePool:
 class PagedCache(KVCache):
     """KV cache of one layer in pages; rows with equal prefixes share pages."""
 
-    def __init__(self, pool: PagePool, seats: PagedBatch, layer: int) -> None:
-        super().__init__(pool.specs[layer], len(seats.rows), pool.numbers.dtype, pool.numbers.device)
-        self._pool, self._seats, self._layer = pool, seats, layer
-        self._calls, self._moves = seats.calls, seats.moves
+    def __init__(self, pool: PagePool, batch: PagedBatch, layer: int) -> None:
+        super().__init__(pool.specs[layer], len(batch.rows), pool.numbers.dtype, pool.numbers.device)
+        self._pool, self._paged_batch, self._layer = pool, batch, layer
+        self._calls, self._moves = batch.calls, batch.moves
         self._group = next(place.group for place in pool.paging.layers[layer].values())
-        self.uniform, self._last = False, seats.last
+        self.uniform, self._last = False, batch.last
 
     def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         pages = self._write_tokens(entry, at)
@@ -368,28 +368,28 @@ class PagedCache(KVCache):
         all_visible = self._pool.reaches[self._layer].sees_all(max(pages.ends, default=0), retained)
         return self._pool.in_place(self._layer), pages.spans(all_visible)
 
-    def _write_tokens(self, entry: KVEntry, at: SequenceInfo) -> HeldPages | None:
+    def _write_tokens(self, entry: KVEntry, at: SequenceInfo) -> RowPages | None:
         """Write these tokens into their pages; return the pages to read, None if no token was cached before."""
         if torch.is_grad_enabled() and any(new.requires_grad for new in entry.values()):
             raise ValueError("a paged cache does not record gradients; decode under torch.no_grad()")
-        if self._calls == self._seats.calls:
-            self._seats.begin(at)
+        if self._calls == self._paged_batch.calls:
+            self._paged_batch.begin(at)
         self._calls += 1
-        access = self._seats.accesses[self._group]
+        access = self._paged_batch.accesses[self._group]
         self.used += at.count
-        self._last = self._seats.last
+        self._last = self._paged_batch.last
         self._write(entry, access)
-        return access.held_pages
+        return access.row_pages
 
     def select_rows(self, index: Tensor) -> None:
         self._take(index)
-        if self._moves == self._seats.moves:
-            self._seats.select_rows(index)
+        if self._moves == self._paged_batch.moves:
+            self._paged_batch.select_rows(index)
         self._moves += 1
 
     @property
     def nbytes(self) -> int:
-        pages = {page for row in self._seats.rows for page in row.tables[self._group].values()}
+        pages = {page for row in self._paged_batch.rows for page in row.tables[self._group].values()}
         return len(pages) * sum(view[0].nbytes for view in self._pool.views[self._layer].values())
 
     def _write(self, entry: KVEntry, access: PageAccess) -> None:

@@ -359,7 +359,7 @@ def _read_keys(path: Path) -> dict[str, Any]:
 
 
 def format_model_page(model: ModelSpec, args: argparse.Namespace) -> str:
-    """Format a model as the options ask: as TOML, as JSON, or as a table of its tensors."""
+    """Format a model in the requested form: as TOML, as JSON, or as a table of its tensors."""
     from ..model_spec import ModelTable, to_dict, to_toml
 
     for option, value in (("--set", args.changes), ("--model", args.model), ("--heads", args.heads)):

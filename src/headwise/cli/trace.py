@@ -32,7 +32,7 @@ CAPTURE_OPTIONS = (
 
 
 def main(argv: list[str]) -> int:
-    """Record a trace, or open one; export its weights if asked, and print a summary."""
+    """Record a trace, or open one; optionally export its weights, and print a summary."""
     parser = _parser()
     args = parser.parse_args(argv)
     if not args.min_weight >= 0:

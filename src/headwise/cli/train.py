@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
         try:
             _train(argv, launch)
         except (Exception, KeyboardInterrupt) as error:
-            if not launch.speaks():
+            if not launch.claim_failure_report():
                 raise SystemExit(BAD_INPUT) from None
             if isinstance(error, KeyboardInterrupt):
                 print(

@@ -209,8 +209,8 @@ def _crossover_label(crossover: Crossover) -> str:
 # --- Placing labels without overlap --------------------------------------------------------------------
 
 
-def spread_labels(wanted: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0) -> list[float]:
-    """Move positions apart by at least `gap`, within bounds, with the least sum of squared distances to `wanted`.
+def spread_labels(targets: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0) -> list[float]:
+    """Move positions apart by at least `gap`, within bounds, with the least sum of squared distances to `targets`.
 
     If the bounds are too narrow for the gap, the gap is reduced.
 
@@ -219,19 +219,19 @@ def spread_labels(wanted: Sequence[float], gap: float, low: float = 0.0, high: f
     >>> spread_labels([1.0, 0.0, 1.0], gap=0.25)
     [0.75, 0.0, 1.0]
     """
-    order = sorted(range(len(wanted)), key=lambda n: wanted[n])
-    gap = min(gap, (high - low) / max(len(wanted) - 1, 1))
+    order = sorted(range(len(targets)), key=lambda n: targets[n])
+    gap = min(gap, (high - low) / max(len(targets) - 1, 1))
     blocks: list[tuple[float, int]] = []  # sum and number of neighbours that touch each other
     for rank, n in enumerate(order):
-        total, count = wanted[n] - rank * gap, 1
+        total, count = targets[n] - rank * gap, 1
         while blocks and blocks[-1][0] / blocks[-1][1] > total / count:
             previous_total, previous_count = blocks.pop()
             total, count = total + previous_total, count + previous_count
         blocks.append((total, count))
-    max_start = high - (len(wanted) - 1) * gap
+    max_start = high - (len(targets) - 1) * gap
     starts = [min(max(total / count, low), max_start) for total, count in blocks for _ in range(count)]
     positions = {n: start + rank * gap for rank, (n, start) in enumerate(zip(order, starts, strict=True))}
-    return [round(positions[n], 9) for n in range(len(wanted))]
+    return [round(positions[n], 9) for n in range(len(targets))]
 
 
 def shorten_label(name: str, max_length: int) -> str:

@@ -20,20 +20,20 @@ class CollectiveGroup:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # a copied model communicates with the same ranks
 
-    def total(self, x: Tensor) -> Tensor:
-        """All-reduce: return the sum of x over the ranks."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of x over the ranks."""
         y = x.contiguous().clone()
         dist.all_reduce(y, group=self.group)
         return y
 
-    def beside(self, x: Tensor) -> Tensor:
-        """All-gather: return x of every rank, stacked as [ranks, *x.shape]."""
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return x of every rank, stacked as [ranks, *x.shape]."""
         y = x.new_empty(self.size, *x.shape)
         dist.all_gather_single(y.flatten(0, 1), x.contiguous(), group=self.group)
         return y
 
-    def dealt(self, x: Tensor) -> Tensor:
-        """Reduce-scatter: sum x [ranks, ...] over the ranks and return this rank's entry of the first axis."""
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Sum x [ranks, ...] over the ranks and return this rank's entry of the first axis."""
         y = x.new_empty(x.shape[1:])
         dist.reduce_scatter_single(y, x.contiguous().flatten(0, 1), group=self.group)
         return y
@@ -49,7 +49,7 @@ class CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.total(grads[0]), None
+        return ctx.group.all_reduce(grads[0]), None
 
 
 class ReduceFromGroup(torch.autograd.Function):
@@ -57,7 +57,7 @@ class ReduceFromGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: CollectiveGroup) -> Tensor:
-        return group.total(x)
+        return group.all_reduce(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -70,11 +70,11 @@ class AllReduceSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: CollectiveGroup) -> Tensor:
         ctx.group = group
-        return group.total(x)
+        return group.all_reduce(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.total(grads[0]), None
+        return ctx.group.all_reduce(grads[0]), None
 
 
 class AllGather(torch.autograd.Function):
@@ -83,11 +83,11 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: CollectiveGroup) -> Tensor:
         ctx.group = group
-        return group.beside(x)
+        return group.all_gather(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.dealt(grads[0]), None
+        return ctx.group.reduce_scatter(grads[0]), None
 
 
 # --- Gradients summed over ranks in buckets, overlapped with the backward pass --------------------------

@@ -99,10 +99,10 @@ POSITION_BYTES = 16  # bytes of the position and segment of a token, gathered if
 
 
 class CollectiveMessage(NamedTuple):
-    """One collective over `ranks` ranks; `held` is the size of the full tensor in bytes."""
+    """One collective over `ranks` ranks; `nbytes` is the size of the full tensor."""
 
     kind: str
-    held: int
+    nbytes: int
     ranks: int
 
     @property
@@ -112,7 +112,7 @@ class CollectiveMessage(NamedTuple):
         >>> CollectiveMessage("gather", 12, 3).moved, CollectiveMessage("sum", 12, 3).moved
         (8.0, 16.0)
         """
-        return (2 if self.kind == "sum" else 1) * self.held * (self.ranks - 1) / self.ranks
+        return (2 if self.kind == "sum" else 1) * self.nbytes * (self.ranks - 1) / self.ranks
 
 
 def count_communication(
@@ -162,9 +162,11 @@ def count_communication(
             ]
     weights = {name: w for name, w in spec.params().items() if w.trainable}
     messages += _fsdp_messages(spec, weights, parallelism, num_micro_batches) if parallelism.shards > 1 else []
-    kept = [w for w in weights.values() if parallelism.shards == 1 or _is_unsharded(w)]
+    unsharded = [w for w in weights.values() if parallelism.shards == 1 or _is_unsharded(w)]
     if num_workers > 1:
-        messages += [CollectiveMessage("sum", FLOAT_BYTES * numel, num_workers) for numel in [*_bucket_sizes(kept), 1]]
+        messages += [
+            CollectiveMessage("sum", FLOAT_BYTES * numel, num_workers) for numel in [*_bucket_sizes(unsharded), 1]
+        ]
     return messages
 
 
@@ -199,14 +201,14 @@ def _is_unsharded(weight: WeightSpec) -> bool:
 
 def _bucket_sizes(weights: Iterable[WeightSpec]) -> Iterator[int]:
     """Yield the number of elements of each gradient bucket, from the last parameter to the first."""
-    held, count = 0, 0
+    numel, count = 0, 0
     for weight in reversed(list(weights)):
-        if count and (held + weight.numel) * FLOAT_BYTES > BUCKET_BYTES:
-            yield held + count
-            held, count = 0, 0
-        held, count = held + weight.numel, count + 1
+        if count and (numel + weight.numel) * FLOAT_BYTES > BUCKET_BYTES:
+            yield numel + count
+            numel, count = 0, 0
+        numel, count = numel + weight.numel, count + 1
     if count:
-        yield held + count
+        yield numel + count
 
 
 def _fsdp_messages(
@@ -233,7 +235,7 @@ def _fsdp_messages(
             continue
         messages = [*[gathered] * times, scattered]
         if (copies := parallelism.data * parallelism.context) > 1:
-            messages.append(CollectiveMessage("sum", scattered.held // parallelism.shards, copies))
+            messages.append(CollectiveMessage("sum", scattered.nbytes // parallelism.shards, copies))
         yield from messages * parts
 
 

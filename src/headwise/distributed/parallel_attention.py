@@ -102,7 +102,7 @@ class TensorContextParallel(ParallelContext):
         for own, sequence in self._gathered_sequences:
             if own is at:
                 return sequence
-        gathered = restore_token_order(group.beside(torch.stack([at.position, at.segment], -1)), self.order)
+        gathered = restore_token_order(group.all_gather(torch.stack([at.position, at.segment], -1)), self.order)
         # The constructor checks that no two ranks hold the same position, which no single rank can detect.
         sequence = SequenceInfo(gathered[..., 0], gathered[..., 1])
         self._gathered_sequences = [(at, sequence), *self._gathered_sequences[: MAX_CACHED_SEQUENCES - 1]]
@@ -201,7 +201,7 @@ def shard_tokens(batch: Batch, group: CollectiveGroup, token_order: str = "runs"
 
 def gather_token_outputs(y: Tensor, num_tokens: int, group: CollectiveGroup, token_order: str = "runs") -> Tensor:
     """Gather the outputs of every token [B, num_tokens, ...] from those of each rank, without gradients."""
-    return restore_token_order(group.beside(y.detach()), token_order)[:, :num_tokens]
+    return restore_token_order(group.all_gather(y.detach()), token_order)[:, :num_tokens]
 
 
 def _shard_sequence(

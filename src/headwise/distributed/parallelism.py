@@ -44,9 +44,9 @@ class Parallelism(CheckedDataclass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for way, count in zip(PARALLEL_DIMS, self.shape, strict=True):
+        for dim, count in zip(PARALLEL_DIMS, self.shape, strict=True):
             if count < 1:
-                raise SpecError(f"cannot use Parallelism({way}={count}); give 1 or more")
+                raise SpecError(f"cannot use Parallelism({dim}={count}); give 1 or more")
 
     @staticmethod
     def parse(text: str) -> Parallelism:
@@ -60,14 +60,14 @@ class Parallelism(CheckedDataclass):
         """
         sizes: dict[str, int] = {}
         for word in text.split(","):
-            way, _, count = (piece.strip() for piece in word.partition("="))
-            if way not in PARALLEL_DIMS:
-                raise SpecError(f"unknown parallel dimension {way!r}; {suggest(way, PARALLEL_DIMS)}")
-            if way in sizes or not count.isascii() or not count.isdigit():
+            dim, _, count = (piece.strip() for piece in word.partition("="))
+            if dim not in PARALLEL_DIMS:
+                raise SpecError(f"unknown parallel dimension {dim!r}; {suggest(dim, PARALLEL_DIMS)}")
+            if dim in sizes or not count.isascii() or not count.isdigit():
                 raise SpecError(
                     f"cannot parse parallelism={text!r}; write each dimension once with its number, as in data=2"
                 )
-            sizes[way] = int(count)
+            sizes[dim] = int(count)
         return Parallelism(**sizes)
 
     @staticmethod
@@ -91,7 +91,7 @@ class Parallelism(CheckedDataclass):
     @property
     def shape(self) -> tuple[int, ...]:
         """Number of ranks in each dimension, in the order of PARALLEL_DIMS."""
-        return tuple(getattr(self, way) for way in PARALLEL_DIMS)
+        return tuple(getattr(self, dim) for dim in PARALLEL_DIMS)
 
     @property
     def size(self) -> int:
@@ -105,11 +105,11 @@ class Parallelism(CheckedDataclass):
         {'data': 1, 'context': 0, 'shards': 0, 'tensor': 1}
         """
         index: dict[str, int] = {}
-        for way in reversed(PARALLEL_DIMS):
-            rank, index[way] = divmod(rank, getattr(self, way))
-        return {way: index[way] for way in PARALLEL_DIMS}
+        for dim in reversed(PARALLEL_DIMS):
+            rank, index[dim] = divmod(rank, getattr(self, dim))
+        return {dim: index[dim] for dim in PARALLEL_DIMS}
 
-    def rank_groups(self, *ways: str) -> list[list[int]]:
+    def rank_groups(self, *dims: str) -> list[list[int]]:
         """Return all ranks, grouped so that the ranks of one group differ only in these dimensions.
 
         >>> Parallelism(data=2, tensor=2).rank_groups("data")
@@ -118,11 +118,11 @@ class Parallelism(CheckedDataclass):
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             place = self.place(rank)
-            groups.setdefault(tuple(place[way] for way in PARALLEL_DIMS if way not in ways), []).append(rank)
+            groups.setdefault(tuple(place[dim] for dim in PARALLEL_DIMS if dim not in dims), []).append(rank)
         return list(groups.values())
 
     def __str__(self) -> str:
-        sizes = [f"{way}={count}" for way, count in zip(PARALLEL_DIMS, self.shape, strict=True) if count > 1]
+        sizes = [f"{dim}={count}" for dim, count in zip(PARALLEL_DIMS, self.shape, strict=True) if count > 1]
         return ",".join(sizes) or "data=1"
 
 
@@ -153,8 +153,8 @@ class ProcessInfo:
         """Whether this process writes files and prints."""
         return self.rank == 0
 
-    def speaks(self) -> bool:
-        """Claim the right to report a failure; True for the first rank that asks, so only one prints the reason."""
+    def claim_failure_report(self) -> bool:
+        """Claim the right to report a failure; True for the first rank that calls this, so only one prints it."""
         if self.store is None:
             return True
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the other ranks; one must still report

@@ -36,7 +36,7 @@ class ProcessMesh:
     sent.
 
     >>> world = ProcessMesh(ProcessInfo(), Parallelism())
-    >>> world.is_leader, world.every("here"), world.any(True), world.sum(torch.ones(2)).tolist()
+    >>> world.is_leader, world.all_gather_objects("here"), world.any(True), world.sum(torch.ones(2)).tolist()
     (True, ['here'], True, [1.0, 1.0])
     """
 
@@ -86,13 +86,13 @@ class ProcessMesh:
         """Number of parts into which the rows are divided; ranks of one context group have the same rows."""
         return self.num_workers // self.parallelism.context
 
-    def _index_along(self, ways: Sequence[str]) -> tuple[int, int]:
+    def _index_along(self, dims: Sequence[str]) -> tuple[int, int]:
         """Return the index of this rank in these dimensions, and the number of ranks in them."""
         index, count = 0, 1
-        for way in ways:
+        for dim in dims:
             index, count = (
-                index * getattr(self.parallelism, way) + self.place[way],
-                count * getattr(self.parallelism, way),
+                index * getattr(self.parallelism, dim) + self.place[dim],
+                count * getattr(self.parallelism, dim),
             )
         return index, count
 
@@ -103,15 +103,15 @@ class ProcessMesh:
             self._device_mesh = init_device_mesh(self.device.type, self.parallelism.shape, mesh_dim_names=PARALLEL_DIMS)
         return self._device_mesh
 
-    def group(self, *ways: str) -> dist.ProcessGroup:
+    def group(self, *dims: str) -> dist.ProcessGroup:
         """Return the process group of the ranks that differ from this one only in these dimensions."""
-        if ways not in self._groups:
-            rank_groups = self.parallelism.rank_groups(*ways)
-            self._groups[ways] = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(rank_groups)[0])
-        return self._groups[ways]
+        if dims not in self._groups:
+            rank_groups = self.parallelism.rank_groups(*dims)
+            self._groups[dims] = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(rank_groups)[0])
+        return self._groups[dims]
 
-    def every(self, value: T) -> list[T]:
-        """Return the value of each rank, in rank order (all-gather of picklable objects)."""
+    def all_gather_objects(self, value: T) -> list[T]:
+        """Return the value of each rank, in rank order; values must be picklable."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -134,7 +134,7 @@ class ProcessMesh:
         if self.size == 1:
             return function()
         value, failure = _run_safely(function)
-        failures = self.every(failure)
+        failures = self.all_gather_objects(failure)
         if failure is not None and all(str(other) == str(failure) for other in failures):
             raise failure
         for rank, other in enumerate(failures):
@@ -144,7 +144,7 @@ class ProcessMesh:
 
     def first(self, value: T | None) -> tuple[T, str] | None:
         """Return the value of the first rank that has one, and " on rank N"; None if all values are None."""
-        for rank, other in enumerate(self.every(value)):
+        for rank, other in enumerate(self.all_gather_objects(value)):
             if other is not None:
                 return other, f" on rank {rank}" if self.size > 1 else ""
         return None
@@ -163,9 +163,9 @@ class ProcessMesh:
             dist.all_reduce(own, group=self.group(*GRADIENT_DIMS))
         return own
 
-    def share(self, batch: Batch, *ways: str) -> BatchShard:
+    def share(self, batch: Batch, *dims: str) -> BatchShard:
         """Return this rank's rows of a batch that all ranks have; ranks of these dimensions get different rows."""
-        index, count = self._index_along(ways or GRADIENT_DIMS)
+        index, count = self._index_along(dims or GRADIENT_DIMS)
         return shard_batch(batch, index, count)
 
     @contextmanager
@@ -239,7 +239,7 @@ def fingerprint_code() -> dict[str, str]:
 
 def check_same_config(mesh: ProcessMesh, config: Mapping[str, Any]) -> None:
     """Raise SpecError at the first value that differs between the leader and another rank."""
-    first, *others = mesh.every(config)
+    first, *others = mesh.all_gather_objects(config)
     for rank, other in enumerate(others, 1):
         if difference := find_difference(first, other):
             name, expected, actual = difference

@@ -127,8 +127,8 @@ class ShardedModel:
     def _num_replicas(self, name: str) -> int:
         """Return the number of ranks that hold the same part of a tensor."""
         parts = 1
-        for way in self.shardings[name].dims if name in self.shardings else ():
-            parts *= getattr(self.world.parallelism, way)
+        for dim in self.shardings[name].dims if name in self.shardings else ():
+            parts *= getattr(self.world.parallelism, dim)
         return self.world.size // parts
 
     # --- whole tensors ---
@@ -190,13 +190,15 @@ def shard_model(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
     """Return this rank's part of a model that every rank has built in full; the rest is freed."""
     check_partition(net.spec, mesh.parallelism)
     groups = {
-        way: CollectiveGroup(mesh.group(way)) for way in ("context", "tensor") if getattr(mesh.parallelism, way) > 1
+        dim: CollectiveGroup(mesh.group(dim)) for dim in ("context", "tensor") if getattr(mesh.parallelism, dim) > 1
     }
     if "tensor" in groups:
         from .tensor_parallel import TensorParallelModel
 
         tensor_parallel_model = TensorParallelModel(net.spec, groups["tensor"])
-        sharded = tensor_parallel_model.holding(_shard_parameters(tensor_parallel_model.shard_model(net), mesh))
+        sharded = tensor_parallel_model.with_inner_sharding(
+            _shard_parameters(tensor_parallel_model.shard_model(net), mesh)
+        )
     else:
         sharded = _shard_parameters(net, mesh)
     if groups:
@@ -273,7 +275,7 @@ def apply_fsdp(net: Transformer, process_mesh: ProcessMesh) -> ShardedModel:
 
     Tied tensors stay whole because they are read outside the layer that owns them; scalars stay whole as well.
     """
-    copies = [way for way in ("data", "context") if getattr(process_mesh.parallelism, way) > 1]  # at most one of them
+    copies = [dim for dim in ("data", "context") if getattr(process_mesh.parallelism, dim) > 1]  # at most one of them
     mesh = process_mesh.device_mesh[*copies, "shards"] if copies else process_mesh.device_mesh["shards"]
     trainable = {name: p for name, p in net.named_parameters() if p.requires_grad}
     tied = {name for name, weight in net.spec.params().items() if weight.tied_to}

@@ -63,7 +63,7 @@ class TensorParallelModel:
         for dtype in dict.fromkeys(p.dtype for p in replicated.values()):
             params = {name: p for name, p in replicated.items() if p.dtype == dtype}
             local_grads = [self._local_gradient(name, p, shardings) for name, p in params.items()]
-            total = self.group.total(torch.cat([grad.flatten() for grad in local_grads]))
+            total = self.group.all_reduce(torch.cat([grad.flatten() for grad in local_grads]))
             parts = total.split([grad.numel() for grad in local_grads])
             for (name, p), part in zip(params.items(), parts, strict=True):
                 grad = self.pieces[name][self.group.rank].of(part)
@@ -89,16 +89,16 @@ class TensorParallelModel:
         sizes = [math.prod(piece.shape) for piece in pieces]
         flat = part.new_zeros(max(sizes))
         flat[: part.numel()] = part.flatten()
-        for piece, size, stored in zip(pieces, sizes, self.group.beside(flat), strict=True):
+        for piece, size, stored in zip(pieces, sizes, self.group.all_gather(flat), strict=True):
             piece.put(stored[:size], full)
         return full
 
-    def held(self, name: str) -> Tensor:
+    def num_holders(self, name: str) -> Tensor:
         """Return the number of ranks that hold each element of this rank's piece of a tensor."""
         piece = self.pieces[name][self.group.rank]
         return self.copied[name][piece.cut_indices].expand(piece.unmerged_shape).reshape(piece.shape)
 
-    def holding(self, inner: ShardedModel) -> ShardedModel:
+    def with_inner_sharding(self, inner: ShardedModel) -> ShardedModel:
         """Turn a sharded model of this rank's heads into a sharded model of the full spec."""
         names = [name for name, pieces in self.pieces.items() if pieces[0].kept]
         slices = inner.shardings
@@ -117,7 +117,7 @@ class TensorParallelSharding:
     def __init__(self, model: TensorParallelModel, name: str, inner: TensorSharding | None) -> None:
         self.model, self.name, self.inner = model, name, inner
         self.dims = ("tensor", *(inner.dims if inner else ()))
-        num_holders = model.held(name) if name in model.copied else torch.ones(())
+        num_holders = model.num_holders(name) if name in model.copied else torch.ones(())
         self._num_holders = inner.part(num_holders) if inner and num_holders.dim() else num_holders
 
     def part(self, full: Tensor) -> Tensor:

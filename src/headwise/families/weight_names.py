@@ -194,6 +194,8 @@ class CheckpointPlan:
     @staticmethod
     def from_spec(model_spec: ModelSpec, names: WeightNames, prefix: str) -> CheckpointPlan:
         """Return the plan for a model; refuse models with a trainable tensor that these checkpoints cannot store."""
+        if unnamed := find_unnamed_weight(model_spec, names):
+            raise SpecError(f"cannot store {unnamed} in a checkpoint of {' and '.join(names.families)}; use hw.save")
         pieces: dict[str, list[TensorPiece]] = {}
         for piece in _make_pieces(model_spec, names, prefix):
             pieces.setdefault(piece.path, []).append(piece)
@@ -207,16 +209,18 @@ class CheckpointPlan:
         return CheckpointPlan(pieces, {second: first for second, first in tied_names.items() if first in pieces})
 
 
+def find_unnamed_weight(model_spec: ModelSpec, names: WeightNames) -> str:
+    """The first trainable tensor of a model that checkpoints with these names cannot store; "" if there is none."""
+    weights = (weight for weight in model_spec.weights() if weight.trainable)
+    return next((weight.name for weight in weights if names.find_location(weight.name) is None), "")
+
+
 def _make_pieces(model_spec: ModelSpec, names: WeightNames, prefix: str) -> Iterator[TensorPiece]:
     for weight in model_spec.weights():
         location, layer = names.find_location(weight.name), LAYER.match(weight.name)
         if location is not None:
             path_args = {"layer": layer[2]} if layer else {}
             yield from make_pieces(location._replace(path=_add_prefix(prefix, location.path)), weight, path_args)
-        elif weight.trainable:
-            raise SpecError(
-                f"cannot store {weight.name} in a checkpoint of {' and '.join(names.families)}; write it with hw.save"
-            )
 
 
 def _add_prefix(prefix: str, path: str) -> str:

@@ -172,7 +172,10 @@ def _parse_sentence(text: str, rows: Sequence[Sequence[str]], where: str) -> Par
             dependencies.append((number - 1, governor - 1, row[7].partition(":")[0]))
     if invalid := [arc for arc in dependencies if not arc[1] < len(words)]:
         dependent, governor, _ = invalid[0]
-        raise SpecError(f"{where}: the governor of word {dependent + 1} is word {governor + 1} of {len(words)}")
+        raise SpecError(
+            f"{where}: the governor of word {dependent + 1} is word {governor + 1} of {len(words)}; "
+            f"give 1..{len(words)}, or 0 for the root"
+        )
     text = text or " ".join(piece for piece, _ in pieces)
     spans = tuple(_find_word_spans(text, words, pieces, where))
     return ParsedSentence(text, tuple(words), spans, tuple(dependencies))

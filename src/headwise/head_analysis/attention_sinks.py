@@ -42,7 +42,7 @@ class FirstTokenWeight(NamedTuple):
 
 
 class MarkedExamples(NamedTuple):
-    """Examples whose annotations tell if the first token is a sink, and a note on what was measured."""
+    """Examples whose annotations state whether the first token is a sink, and a note on what was measured."""
 
     examples: Iterator[Example]
     notes: tuple[str, ...]

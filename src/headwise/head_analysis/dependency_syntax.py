@@ -95,7 +95,9 @@ def make_dependency_pairs(
     for arc in dependencies:
         if arc[0] not in index_of or arc[1] not in index_of:
             valid = f"words {min(index_of)}..{max(index_of)}" if index_of else "no words"
-            raise ValueError(f"dependency {arc!r} names a word that does not exist: the tokens have {valid}")
+            raise ValueError(
+                f"dependency {arc!r} names a word that does not exist: the tokens have {valid}; count words from 0"
+            )
         dependent, governor, relation = index_of[arc[0]], index_of[arc[1]], arc[2]
         mark = index_of.get(arc[0] + 1) if relation in convention.possessive_relations else None
         query = dependent if mark is None or words.words[mark].strip() not in POSSESSIVE_MARKS else mark
@@ -456,7 +458,7 @@ def _word_dependencies(example: Example) -> list[tuple[int, int]]:
     ]
     if unknown := [pair for pair in dependencies if not {*pair} <= index_of.keys()]:
         valid = f"words {min(index_of)}..{max(index_of)}" if index_of else "no words"
-        raise ValueError(f"a dependency joins words {unknown[0]}, but the tokens have {valid}")
+        raise ValueError(f"a dependency joins words {unknown[0]}, but the tokens have {valid}; count words from 0")
     return [(index_of[dependent], index_of[governor]) for dependent, governor in dependencies]
 
 

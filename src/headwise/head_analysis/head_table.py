@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+
+CSV_COLUMNS = (
+    *("site", "stack", "kind", "layer", "head", "kv", "class", "measure"),
+    *("value", "low", "high", "chance", "rows", "p"),
+)
 
 
 class Measure(NamedTuple):
@@ -106,6 +113,21 @@ class HeadTable:
         """Dictionary of plain values, ready for JSON."""
         heads = [head.data for head in self.heads]
         return {"model": self.model, "data": self.texts, "heads": heads, "notes": list(self.notes)}
+
+    def to_csv(self) -> str:
+        """The table as CSV: one line for each measure of each head, with its interval and its chance level.
+
+        `class` is the likeliest class of the head. What was not measured, or not tested, is an empty field.
+        """
+        buffer = io.StringIO()
+        writer = csv.writer(buffer)
+        writer.writerow(CSV_COLUMNS)
+        for head in self.heads:
+            best = head.classes[0].name if head.classes else ""
+            place = (head.site, head.stack, head.kind, head.layer, head.head, head.kv, best)
+            for name, measure in head.measures.items():
+                writer.writerow([*place, name, *("" if math.isnan(value) else value for value in measure)])
+        return buffer.getvalue()
 
 
 def _finite_or_last(value: float) -> float:

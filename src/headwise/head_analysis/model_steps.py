@@ -75,7 +75,7 @@ def model_steps(
 
 
 def why_not(spec: AttentionSpec) -> str:
-    """Why the steps of this layer's heads cannot be told apart; empty if they can."""
+    """Why the steps of this layer's heads cannot be separated; empty if they can."""
     combining = [step for _, step in spec.parts_of(OutputStep) if step.combines_rows]
     return f"{combining[0]!r} makes one head of several rows of weights" if combining else ""
 
@@ -200,11 +200,11 @@ def _take(sequence: SequenceInfo, queries: list[int]) -> SequenceInfo:
     return SequenceInfo(sequence.position[:, queries], sequence.segment[:, queries], checked=True)
 
 
-def _check_equal(found: Tensor, wanted: Tensor) -> None:
+def _check_equal(found: Tensor, expected: Tensor) -> None:
     """Refuse steps that do not lead to the output of the model."""
-    found, wanted = found.float(), wanted.float()
-    error = float((found - wanted).abs().max())
-    if not error <= TOLERANCE * max(float(wanted.abs().max()), 1e-6):
+    found, expected = found.float(), expected.float()
+    error = float((found - expected).abs().max())
+    if not error <= TOLERANCE * max(float(expected.abs().max()), 1e-6):
         raise ValueError(f"the steps lead to another output than the model's (by {error:.2g}), so they are not shown")
 
 

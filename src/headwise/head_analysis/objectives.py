@@ -321,7 +321,9 @@ def _cross_entropy(outputs: Any, evaluation: EvaluationInput) -> Tensor:
     assert labels is not None
     flat = logits.reshape(-1, logits.shape[-1])
     if len(flat) != len(labels):
-        raise ValueError(f"the model has {len(flat)} output positions but the text has {len(labels)} labels")
+        raise ValueError(
+            f"the model has {len(flat)} output positions but the text has {len(labels)} labels; give one label for each"
+        )
     targets = labels[labels != IGNORE_INDEX]
     if len(invalid := targets[(targets < 0) | (targets >= flat.shape[1])]):
         num_classes = flat.shape[1]

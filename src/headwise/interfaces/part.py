@@ -85,10 +85,10 @@ class CheckedDataclass:
                 raise SpecError(f"{type(self).__name__}({field.name}={value!r}) is not finite; give a finite number")
             wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
             if wrong:
-                wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-                wanted += _suggested_classes(kinds)
+                expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+                expected += _suggested_classes(kinds)
                 raise SpecError(
-                    f"{type(self).__name__}({field.name}={value!r}) is of type {type(value).__name__}; give {wanted}"
+                    f"{type(self).__name__}({field.name}={value!r}) is of type {type(value).__name__}; give {expected}"
                 )
 
     def check_fields(self, ranges: Mapping[str, tuple[float, float]], choices: Mapping[str, Collection[str]]) -> None:

@@ -67,11 +67,11 @@ class ProcessorSpec:
                 f"ProcessorSpec has mean={self.mean} but deviation={self.deviation}; give one of each per channel"
             )
 
-    def _check(self, name: str, kind: type, wanted: str, least: int | None = None) -> None:
+    def _check(self, name: str, kind: type, expected: str, least: int | None = None) -> None:
         values = cast("tuple[Any, ...]", getattr(self, name))
         is_typed = type(values) is tuple and all(type(value) is kind for value in values)
         if not is_typed or (least is not None and any(value < least for value in values)):
-            raise SpecError(f"invalid ProcessorSpec({name}={values!r}); give {wanted}")
+            raise SpecError(f"invalid ProcessorSpec({name}={values!r}); give {expected}")
 
     @property
     def to_dict(self) -> dict[str, Any]:

@@ -357,8 +357,8 @@ class ModelSpec(SpecNode):
             if not all(type(item) is kind for item in getattr(self, field)):
                 remedy = f"write {field}=({kind.__name__}(...),)"
                 raise SpecError(f"{self.name}: {field}={getattr(self, field)!r} must hold {kind.__name__}s; {remedy}")
-        if len(self.stacks) != (wanted := 2 if self.kind == "encoder-decoder" else 1):
-            raise SpecError(f"{self.name}: {self.kind} with {len(self.stacks)} stacks; give {wanted}")
+        if len(self.stacks) != (expected := 2 if self.kind == "encoder-decoder" else 1):
+            raise SpecError(f"{self.name}: {self.kind} with {len(self.stacks)} stacks; give {expected}")
         names = Counter([stack.name for stack in self.stacks] + [f"head {head.name}" for head in self.heads])
         if twice := [name for name, times in names.items() if times > 1]:
             raise SpecError(f"{self.name} names {twice[0]!r} twice; give each its own name")
@@ -377,15 +377,15 @@ class ModelSpec(SpecNode):
             if head.table:
                 yield f"head.{head.name}.weight", head.table, head.outputs, width
 
-    def _check_table(self, reader: str, table: str, wanted: tuple[int, int]) -> None:
+    def _check_table(self, reader: str, table: str, expected: tuple[int, int]) -> None:
         owners = {stack.name: stack for stack in self.stacks if _owns_table(stack.embedding)}
         if table not in owners:
             remedy = f"name one of {', '.join(owners)}" if owners else "no stack owns one; leave table out"
             raise SpecError(f"{self.name}: {reader} reads the table of {table!r}; {remedy}")
         embedding, model = owners[table].embedding, owners[table].model
-        if embedding and (embedding.tokens, model) != wanted:
+        if embedding and (embedding.tokens, model) != expected:
             raise SpecError(
-                f"{self.name}: {reader} of {wanted[0]} x {wanted[1]} cannot be the table of {table}, "
+                f"{self.name}: {reader} of {expected[0]} x {expected[1]} cannot be the table of {table}, "
                 f"{embedding.tokens} x {model}; leave table out"
             )
 

@@ -72,7 +72,7 @@ class CallPlanner:
         self._plans: dict[tuple[object, ...], ExecutionPlan] = {}
 
     def prepare(self, arguments: AttentionArguments, layer: LayerState) -> AttentionCall:
-        """The call that these arguments ask for; whatever is refused is refused here, before a cache changes."""
+        """Check and complete the arguments of a call; errors about them are raised here, before a cache changes."""
         x, source, cache, sequence, mask, _ = arguments
         call_validation.check_call(self.spec, x, source, cache, sequence, layer.weight)
         if mask is not None:
@@ -88,7 +88,7 @@ class CallPlanner:
         return call
 
     def check_positions(self, sequence: SequenceInfo) -> None:
-        """Refuse positions beyond those that the parts know."""
+        """Raise ValueError for positions beyond those that the parts support."""
         if self._position_limit is not None:
             call_validation.check_positions(self._position_limit, sequence)
 
@@ -128,8 +128,8 @@ class CallPlanner:
         return plan
 
     def _runs_sequences_apart(self, arguments: AttentionArguments, sequence: SequenceInfo, layer: LayerState) -> bool:
-        """Whether the sequences of packed rows run apart; in a compiled graph, whose shapes may not follow their
-        lengths, they do not."""
+        """Whether the sequences of packed rows are computed separately; never in a compiled graph, whose shapes may not
+        depend on their lengths."""
         x, source, cache, _, mask, probe = arguments
         if cache is not None or mask is not None or sequence.lengths is None:
             return False

@@ -30,7 +30,7 @@ class StepObserver(Protocol):
 
 
 def observe_nothing(name: str, side: str, before: Tensor, after: Tensor, /) -> None:
-    """The observer of a layer that nobody inspects."""
+    """`StepObserver` that does nothing, for layers without a probe of their steps."""
 
 
 class QKTransforms:
@@ -139,7 +139,7 @@ class BoundParts:
         return o_BTOV
 
     def _key_factors(self, z_BSE: Tensor) -> dict[str, Tensor]:
-        """What mixes of heads keep of each key beside the key itself."""
+        """The factors of each key that `Mix` parts cache beside keys and values."""
         return {
             f"{name}.{key}": factor for name, mix, p in self.mixes for key, factor in mix.key_factors(z_BSE, p).items()
         }

@@ -19,28 +19,28 @@ def check_call(
     x: Tensor,
     source: Tensor | ProjectedSource | None,
     cache: KVCache | None,
-    tokens: SequenceInfo | None,
+    sequence: SequenceInfo | None,
     like: Tensor,
 ) -> None:
-    """Refuse arguments that do not fit the layer or each other."""
+    """Raise ValueError for arguments that do not fit the layer or each other."""
     _check_tensor("x", x, spec.model, like)
     if source is not None:
         _check_dtype("source", source, Tensor, ProjectedSource)
         _check_source_or_cache(spec, x, source, cache)
     elif spec.source is not None and spec.source != spec.model:
-        raise ValueError(f"this layer reads a source of width {spec.source}; hand it over as source=z")
+        raise ValueError(f"this layer reads a source of width {spec.source}; pass it as source=z")
     if cache is not None:
         _check_dtype("cache", cache, KVCache)
         cache.check_input(spec, x)
-    if tokens is not None:
-        _check_sequence("x", x, tokens)
+    if sequence is not None:
+        _check_sequence("x", x, sequence)
 
 
-def check_source(spec: AttentionSpec, z: Tensor, tokens: SequenceInfo | None, like: Tensor) -> None:
-    """Refuse a source that does not fit the layer."""
+def check_source(spec: AttentionSpec, z: Tensor, sequence: SequenceInfo | None, like: Tensor) -> None:
+    """Raise ValueError for a source that does not fit the layer."""
     _check_tensor("source", z, spec.source or spec.model, like)
-    if tokens is not None:
-        _check_sequence("source", z, tokens)
+    if sequence is not None:
+        _check_sequence("source", z, sequence)
 
 
 class PositionLimit(NamedTuple):
@@ -51,13 +51,13 @@ class PositionLimit(NamedTuple):
 
     @staticmethod
     def of(spec: AttentionSpec) -> PositionLimit | None:
-        """The closest one, in words made here: making them cannot be traced."""
-        known = [(part.max_positions(spec), repr(part)) for _, part in spec.parts()]
-        return min((PositionLimit(longest, part) for longest, part in known if longest is not None), default=None)
+        """The smallest limit of all parts; the part is stored as text, because torch.compile cannot trace its repr."""
+        limits = [(part.max_positions(spec), repr(part)) for _, part in spec.parts()]
+        return min((PositionLimit(limit, part) for limit, part in limits if limit is not None), default=None)
 
 
 def check_positions(limit: PositionLimit, at: SequenceInfo) -> None:
-    """Refuse tokens beyond; a compiled call refuses what is known of them without asking the device."""
+    """Raise ValueError for positions beyond the limit; a compiled call checks only positions known without a sync."""
     if at.start is not None:
         last = at.start + at.count - 1
     elif at.position.numel() == 0 or torch.compiler.is_compiling():
@@ -79,32 +79,32 @@ def check_mask(
     cache: KVCache | None,
     spans: int,
 ) -> None:
-    """Refuse a mask that does not fit the call; the keys of a row come from `spans` ranks."""
+    """Raise ValueError for a mask that does not fit the call; the keys of a row come from `spans` ranks."""
     _check_dtype("mask", mask, Tensor)
     if cache is not None:
         raise ValueError(
-            "a mask cannot follow the slots of a cache; say with sequence=SequenceInfo.from_batch(x, ...) "
-            "who is padding"
+            "cannot use mask= with cache=: the slots of a cache are not the columns of a mask; mark padding with "
+            "sequence=SequenceInfo.from_batch(x, ...)"
         )
     own = x if source is None else source
     keys = own.sequence.count if isinstance(own, ProjectedSource) else own.shape[1] * spans
-    wanted = (x.shape[0], spec.num_heads_after(Phase.SCORES), x.shape[1], keys)
-    fits = mask.dim() == 4 and all(have in (1, want) for have, want in zip(mask.shape, wanted, strict=True))
+    expected = (x.shape[0], spec.num_heads_after(Phase.SCORES), x.shape[1], keys)
+    fits = mask.dim() == 4 and all(size in (1, full) for size, full in zip(mask.shape, expected, strict=True))
     if mask.dtype != torch.bool or not fits or mask.device != x.device:
         raise ValueError(
             f"mask is {mask.dtype} {tuple(mask.shape)} on {mask.device}; give True where a key may be read, as "
-            f"torch.bool [{wanted[0]} or 1, {wanted[1]} or 1, {wanted[2]} or 1, {wanted[3]} or 1] on {x.device}"
+            f"torch.bool [{expected[0]} or 1, {expected[1]} or 1, {expected[2]} or 1, {expected[3]} or 1] on {x.device}"
         )
 
 
 def _check_dtype(name: str, value: object, *kinds: type) -> None:
     if not isinstance(value, kinds):
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise ValueError(f"{name}={value!r} is of type {type(value).__name__}; give a {wanted}")
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"{name}={value!r} is of type {type(value).__name__}; give a {expected}")
 
 
 def check_probe(probe: Probe) -> Probe:
-    """Refuse an argument that is not a `Probe`."""
+    """Raise ValueError for an argument that is not a `Probe`; else return it."""
     _check_dtype("probe", probe, Probe)
     return probe
 
@@ -120,9 +120,9 @@ def _check_source_or_cache(
         by = [spec.pattern.text] * (spec.pattern != Full())
         by += [type(part).__name__ for _, part in spec.parts() if part.positional]
         raise ValueError(
-            f"{' and '.join(by)} compare{'s' * (len(by) == 1)} positions of x with those of a source, which this "
-            "spec does not foresee; "
-            f"give the spec source=width ({spec.model}) if that is meant, else do without: pattern full()"
+            f"{' and '.join(by)} compare{'s' * (len(by) == 1)} positions of x with those of a source, but the spec is "
+            f"one of self-attention; set source={spec.model} in the spec if you mean it, or use pattern full() and no "
+            "positional parts"
         )
     if isinstance(source, Tensor):
         batch = source.shape[0] if source.dim() else 0
@@ -163,12 +163,12 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if x.dtype != torch.float64 and _autocasts(x) else x.dtype
 
 
-def _check_sequence(name: str, x: Tensor, tokens: SequenceInfo) -> None:
-    _check_dtype("tokens", tokens, SequenceInfo)
-    shape = tuple(tokens.position.shape)
+def _check_sequence(name: str, x: Tensor, sequence: SequenceInfo) -> None:
+    _check_dtype("sequence", sequence, SequenceInfo)
+    shape = tuple(sequence.position.shape)
     if shape[0] not in (1, x.shape[0]) or shape[1] != x.shape[1]:
         raise ValueError(
-            f"tokens are {list(shape)} but {name} is {list(x.shape[:2])}; give SequenceInfo.from_batch({name}, ...)"
+            f"sequence is {list(shape)} but {name} is {list(x.shape[:2])}; give SequenceInfo.from_batch({name}, ...)"
         )
-    if tokens.position.device != x.device:
-        raise ValueError(f"tokens are on {tokens.position.device} but {name} is on {x.device}; move one of them")
+    if sequence.position.device != x.device:
+        raise ValueError(f"sequence is on {sequence.position.device} but {name} is on {x.device}; move one of them")

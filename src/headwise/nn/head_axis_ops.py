@@ -109,9 +109,11 @@ def share_kv_heads(
     """The layer whose key-value heads are the means of these groups; exact if the heads of a group are equal."""
     heads = spec.heads
     if heads.value_heads:
-        raise SpecError(f"keys and values are grouped apart here ({heads}); share them by hand")
+        raise SpecError(
+            f"cannot share heads whose keys and values have different groups ({heads}); leave out value_heads"
+        )
     if sorted(head for group in groups for head in group) != list(range(heads.kv)):
-        raise SpecError(f"groups {groups} must hold each of {heads.kv} key-value heads once")
+        raise SpecError(f"cannot share heads in groups {groups}; name each of {heads.kv} key-value heads once")
     _check_even(spec, [len(group) for group in groups])
     owner = {head: n for n, group in enumerate(groups) for head in group}
     fewer = replace(heads, kv=len(groups), kv_head_of_query=tuple(owner[r] for r in heads.kv_head_of_query))
@@ -122,23 +124,26 @@ def split_kv_heads(spec: AttentionSpec, weights: WeightTensors) -> tuple[Attenti
     """The layer in which every query head has its own copy of its key-value head; computes the same function."""
     heads = spec.heads
     if heads.value_heads:
-        raise SpecError(f"keys and values are grouped apart here ({heads}); give every head its own by hand")
+        raise SpecError(
+            f"cannot split heads whose keys and values have different groups ({heads}); leave out value_heads"
+        )
     _check_even(spec, [heads.kv_head_of_query.count(head) for head in range(heads.kv)])
     own = replace(heads, kv=heads.q, kv_head_of_query=tuple(range(heads.q)))
     return _with(spec, own), transform_axes(spec, weights, {"kv": repeat_for_queries(heads.kv_head_of_query)})
 
 
 def _check_even(spec: AttentionSpec, sizes: Sequence[int]) -> None:
-    """A mean over all key heads stays what it was only if each is repeated, or shared, equally often."""
-    joint = [name for name, part in spec.parts() if part.concatenates_key_heads()]
-    if joint and len(set(sizes)) > 1:
+    """Raise SpecError for unequal groups if a part treats all key heads as one vector, whose mean would change."""
+    concatenating = [name for name, part in spec.parts() if part.concatenates_key_heads()]
+    if concatenating and len(set(sizes)) > 1:
         raise SpecError(
-            f"{joint[0]} takes all key heads as one, so groups of {list(sizes)} would change it; use equal ones"
+            f"{concatenating[0]} normalises all key heads as one vector, so groups of {list(sizes)} heads would change "
+            "its result; use groups of equal size"
         )
 
 
 def _with(spec: AttentionSpec, heads: Heads) -> AttentionSpec:
-    """The same parts, with sizes that followed from the number of heads written out, around other heads."""
+    """The spec with other heads; sizes of parts that followed from the number of heads keep their values."""
     slots = {slot: getattr(spec, slot).with_fixed_sizes(spec) for slot in SLOTS if slot != "pattern"}
     if heads.score_head_of_output == spec.default_score_heads(heads.rows):
         heads = replace(heads, score_head_of_output=())

@@ -1,4 +1,4 @@
-"""Window attention whose global tokens ask, and are answered, in projections of their own."""
+"""Longformer attention: window attention in which global tokens attend to all tokens with projections of their own."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .attention_call import AttentionArguments
 
 
 class LongformerAttention(nn.Module):
-    """Every token reads what the pattern allows; what global tokens read, they read anew in q, k, v of their own.
+    """Attention with two sets of q, k, v projections: one for all tokens, and one for the queries of global tokens.
 
-    y_t = W_O concat_h softmax(q_t k_S^T / sqrt dim) v_S over the keys S that `window(...) | global(...)` allows,
-    and where t is global y_t = W_O concat_h softmax(q'_t k'^T / sqrt dim) v' over all keys, q', k', v' of a second
-    set of projections (2004.05150, section 3.1). Others read a global key with the first set. All else is shared, W_O
-    and what modifiers learn; gates open once a call, as the first set has them, on whatever their heads read. The
-    second set starts as a copy of the first, as the paper says, so that a fresh block is a plain layer.
+    y_t = W_O concat_h softmax(q_t k_S^T / sqrt dim) v_S over the keys S that `window(...) | global(...)` allows. If t
+    is global, y_t = W_O concat_h softmax(q'_t k'^T / sqrt dim) v' over all keys, with q', k', v' of the second set of
+    projections (2004.05150, section 3.1). Other tokens attend to a global key with the first set. W_O and the weights
+    of all modifiers are shared; gates are computed once per call, from the first set, for both kinds of output. The
+    second set starts as a copy of the first, as in the paper, so a new block computes the same as a plain layer.
 
-    Positions count inside each segment, so packed documents and rows padded on the left each have their own global
-    tokens; tokens global in one row only cannot be said. With `tokens` whose rows are not all alike the device is
-    asked, once a call, how many there are.
+    Positions count within each segment, so every packed document and every padded row has its own global tokens;
+    tokens that are global in only one row are not supported. If the rows of `sequence` differ, each call waits once for
+    the device to count the global tokens.
 
     >>> import headwise as hw, torch
     >>> spec = hw.design(model=8, heads=2, pattern="window(5, after=2) | global((0,))")
@@ -50,8 +50,8 @@ class LongformerAttention(nn.Module):
         far = replace(spec, pattern=Full(), source=spec.model, modifiers=ungated)
         shares = {name: self.local.weights[name] for name, _ in far.parts() if name != "project"}
         self.overall = Attention(far, backend=backend, shared=shares)
-        held = self.local.state_dict()
-        self.overall.load_state_dict({name: held[name] for name in self.overall.state_dict()})
+        state = self.local.state_dict()
+        self.overall.load_state_dict({name: state[name] for name in self.overall.state_dict()})
 
     def forward(
         self,
@@ -61,55 +61,58 @@ class LongformerAttention(nn.Module):
         cache: KVCache | None = None,
         probe: Probe | None = None,
     ) -> Tensor:
-        """y [B, T, model]; `probe` looks into the local layer, where what global tokens read is not used."""
+        """y [B, T, model]; `probe` reads the local layer, whose outputs at global tokens are replaced afterwards."""
         if cache is not None:
-            raise ValueError("global tokens read those that have not come yet; pass the whole sequence, without cache=")
+            raise ValueError("global tokens attend to future tokens, so cache= is not supported; pass whole sequences")
         o_BTOV, gates = self.local.head_outputs_and_gates(AttentionArguments(x, sequence=sequence, probe=probe))
         at = sequence or SequenceInfo.contiguous(0, x.shape[1], x.device)
-        chosen_BT = at.is_real & is_listed((-1, *self.positions), at.position)
-        # Who shares the rows with others takes part whether or not a global token is among its own.
-        if count := max(self._max_global_tokens(at, chosen_BT), int(self.overall.parallel.num_token_shards > 1)):
-            there, asks = self._global_queries(x, at, chosen_BT, count)
-            read = self.overall.head_outputs(
-                x[there], source=self.overall.project_source(x, sequence=at), sequence=asks
+        is_global_BT = at.is_real & is_listed((-1, *self.positions), at.position)
+        # A rank with a shard of the tokens joins the collectives even if its shard has no global token.
+        if count := max(self._max_global_tokens(at, is_global_BT), int(self.overall.parallel.num_token_shards > 1)):
+            index, queries = self._global_queries(x, at, is_global_BT, count)
+            global_o_BNOV = self.overall.head_outputs(
+                x[index], source=self.overall.project_source(x, sequence=at), sequence=queries
             )
             for gate in gates:
-                read = read * gate.expand(*o_BTOV.shape[:-1], 1)[there]
-            # A row with fewer global tokens than another keeps what it had.
-            o_BTOV = o_BTOV.index_put(there, torch.where(asks.is_real[..., None, None], read, o_BTOV[there]))
+                global_o_BNOV = global_o_BNOV * gate.expand(*o_BTOV.shape[:-1], 1)[index]
+            # Padding queries, in rows with fewer global tokens than others, keep the output of the local layer.
+            is_real = queries.is_real[..., None, None]
+            o_BTOV = o_BTOV.index_put(index, torch.where(is_real, global_o_BNOV, o_BTOV[index]))
         return self.local.merge_heads(o_BTOV)
 
-    def _max_global_tokens(self, at: SequenceInfo, chosen_BT: Tensor) -> int:
-        """The most global tokens that a row has."""
+    def _max_global_tokens(self, at: SequenceInfo, is_global_BT: Tensor) -> int:
+        """The largest number of global tokens in a row."""
         if at.start is not None:
             return sum(at.start <= position < at.start + at.count for position in self.positions)
-        return int(chosen_BT.sum(1).amax()) if chosen_BT.numel() else 0
+        return int(is_global_BT.sum(1).amax()) if is_global_BT.numel() else 0
 
     def _global_queries(
-        self, x_BTD: Tensor, at: SequenceInfo, chosen_BT: Tensor, count: int
+        self, x_BTD: Tensor, at: SequenceInfo, is_global_BT: Tensor, count: int
     ) -> tuple[tuple[Tensor, Tensor], SequenceInfo]:
-        """Where the global tokens of each row are, and as what they ask; a row with fewer is filled up with padding."""
+        """Index (rows, columns) of `count` global tokens per row and their sequence info; missing ones are padding."""
         batch = x_BTD.shape[0]
-        chosen, index = chosen_BT.expand(batch, -1).byte().topk(count, dim=1)
-        there = torch.arange(batch, device=x_BTD.device)[:, None], index
-        segment = at.segment.expand(batch, -1)[there].where(chosen > 0, -1)
-        return there, SequenceInfo(at.position.expand(batch, -1)[there], segment, checked=True)
+        is_global_BN, column = is_global_BT.expand(batch, -1).byte().topk(count, dim=1)
+        index = torch.arange(batch, device=x_BTD.device)[:, None], column
+        segment = at.segment.expand(batch, -1)[index].where(is_global_BN > 0, -1)
+        return index, SequenceInfo(at.position.expand(batch, -1)[index], segment, checked=True)
 
 
 def _positions(spec: AttentionSpec) -> tuple[int, ...]:
     positions = tuple(sorted(_global(spec.pattern)))
     if not positions:
         raise SpecError(
-            f"pattern {spec.pattern.text} joins no global tokens to what it allows; write it like "
+            f"pattern {spec.pattern.text} has no global tokens; add them with |, as in "
             "window(5, after=2) | global((0,))"
         )
     if spec.source is not None:
-        raise SpecError(f"global tokens belong to one sequence, but source={spec.source} is another; leave source out")
+        raise SpecError(
+            f"LongformerAttention is self-attention, but the spec has source={spec.source}; leave source out"
+        )
     return positions
 
 
 def _global(pattern: Pattern) -> frozenset[int]:
-    """The tokens that a union names global."""
+    """Positions of the global tokens of a pattern, or of a union of patterns."""
     if isinstance(pattern, Or):
         return _global(pattern.left) | _global(pattern.right)
     return frozenset(pattern.positions if isinstance(pattern, Global) else ())

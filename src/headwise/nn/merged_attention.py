@@ -22,11 +22,11 @@ from .part_weights import NO_SHARED, PartWeights
 class MergedAttention(nn.Module):
     """y_t = (concat_h softmax(q_h k_h^T / sqrt dim) v_h + mean over t' <= t of x_t' W_V) W_O: MAtt (1908.11365).
 
-    It stands in the place of a decoder's self-attention and cross-attention. `spec` is that of the cross-attention,
-    whose keys and values come from the memory; the mean runs over the decoder's own tokens and is read through the
-    same W_V and W_O, which are there, saved and trained once. Paper and code agree. Modifiers act on the cross
-    branch alone, and so does a `backend` asked for by name. A decoder keeps one sum per row, however long it gets;
-    rows padded on the left, which the released code cannot have, come out as if alone.
+    It replaces self-attention and cross-attention in a decoder layer. `spec` is that of the cross-attention, whose keys
+    and values come from the encoder's outputs. The mean runs over the decoder's own tokens; both branches share W_V and
+    W_O, which are stored once. Paper and released code agree. Modifiers and `backend` concern the cross-attention only.
+    Decoding caches one sum per row, independent of the length. Rows may be padded on the left, which the released code
+    does not support.
 
     >>> import headwise as hw, torch
     >>> block = MergedAttention(hw.design(model=8, heads=2))
@@ -46,8 +46,8 @@ class MergedAttention(nn.Module):
         self.cross = Attention(spec, backend=backend, shared=shared)
         if reasons := list(_conflicts(spec)):
             raise SpecError("; ".join(reasons))
-        held = self.cross.weights
-        self.average = Attention(averaging_spec(spec), shared={name: held[name] for name in ("project", "output")})
+        weights = self.cross.weights
+        self.average = Attention(averaging_spec(spec), shared={name: weights[name] for name in ("project", "output")})
 
     def forward(
         self,
@@ -58,26 +58,26 @@ class MergedAttention(nn.Module):
         sequence: SequenceInfo | None = None,
         probe: Probe | None = None,
     ) -> Tensor:
-        """y [B, T, model]; `cache` keeps the sum of x for later calls, `probe` looks into the cross branch."""
+        """y [B, T, model]; `cache` keeps the sum of x for later calls, `probe` reads the cross-attention."""
         call_validation.check_call(
             self.average.spec, x, None, cache, sequence, self.cross.weights["project"].first_parameter
         )
         at = cache.next_positions(x.shape[1]) if sequence is None and cache is not None else sequence
-        read_BTOV = self.cross.head_outputs(x, source=source, sequence=at, probe=probe)
+        cross_BTOV = self.cross.head_outputs(x, source=source, sequence=at, probe=probe)
         mean_BTOV = self.average.head_outputs(x, cache=cache, sequence=at)
-        return self.cross.merge_heads(read_BTOV + mean_BTOV)
+        return self.cross.merge_heads(cross_BTOV + mean_BTOV)
 
     def project_source(self, z: Tensor, *, sequence: SequenceInfo | None = None) -> ProjectedSource:
-        """The memory, projected once: hand it over as `source` at every step."""
+        """Keys and values of the encoder's outputs, projected once; pass them as `source` to every decode step."""
         return self.cross.project_source(z, sequence=sequence)
 
     def cache(self, *, batch: int, capacity: int) -> KVCache:
-        """A fresh sum for each row; its size does not depend on the capacity."""
+        """An empty cache: one sum per row, whose size does not depend on the capacity."""
         return self.average.cache(batch=batch, capacity=capacity)
 
 
 def averaging_spec(spec: AttentionSpec) -> AttentionSpec:
-    """The mean that is read through the value map and the merge of this cross-attention.
+    """Spec of average attention with the value projection and the merge of this cross-attention.
 
     >>> import headwise as hw
     >>> hw.costs.count_parameters(averaging_spec(hw.design(model=8, heads=2)))  # W_V and W_O
@@ -91,16 +91,19 @@ def averaging_spec(spec: AttentionSpec) -> AttentionSpec:
 def _conflicts(spec: AttentionSpec) -> Iterator[str]:
     if spec.source not in (None, spec.model):
         yield (
-            f"W_V reads the memory and x alike, but these are {spec.source} and {spec.model} wide; "
-            f"use source={spec.model}, with a map of the memory before it"
+            f"W_V projects the source and x, but their widths are {spec.source} and {spec.model}; "
+            f"use source={spec.model} and project the source to that width first"
         )
     if not spec.project.uses_head_dims or "v" not in spec.project.params(spec):
-        yield f"{type(spec.project).__name__} has no W_V that gives values as they are read; use project Direct()"
-    for name, turn in spec.parts_of(QKTransform):
-        if "v" in turn.transformed_sides(spec):
-            yield f"{name} turns values, so the mean would be one of others; leave it out"
+        yield f"{type(spec.project).__name__} has no value projection W_V; use project Direct()"
+    for name, transform in spec.parts_of(QKTransform):
+        if "v" in transform.transformed_sides(spec):
+            yield f"{name} changes values, but the mean is over unchanged values; leave it out"
     if spec.heads.rows != spec.heads.q:
-        yield f"{spec.heads.q} score heads become {spec.heads.rows} rows, but the mean has no mixing; keep their number"
+        yield (
+            f"{spec.heads.q} score heads are mixed to {spec.heads.rows} rows, but the mean is not mixed; "
+            "use as many rows as score heads"
+        )
     for name, step in spec.parts_of(OutputStep):
         if step.combines_rows:
-            yield f"{name} joins rows into fewer heads than the mean has; leave it out"
+            yield f"{name} combines rows into fewer heads than the mean has; leave it out"

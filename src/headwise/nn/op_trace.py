@@ -1,7 +1,7 @@
-"""The shape walk: what a layer really does to its input, one tensor operation after the other.
+"""Operation trace: every tensor operation that a layer applies to its input, with shapes, strides and copies.
 
-Nothing here knows a layer by name. A real layer runs on a real input, every tensor operation on the way is
-noted, and the part whose method was running at that moment says which seam it belongs to.
+A real layer runs on a random input under a `TorchFunctionMode`. Each operation belongs to the part whose method is on
+the call stack at that moment, so this module names no part.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from ..spec.attention_spec import AttentionSpec
 from .attention import Attention
 
 WIDTH = 80
-# Where these copy, they are two steps: the numbers are laid out anew, then seen in another shape.
+# If one of these copies, it is recorded as two steps: `contiguous`, then a view.
 RESHAPES = {Tensor.flatten: "flatten", Tensor.reshape: "reshape", torch.flatten: "flatten", torch.reshape: "reshape"}
-ALIASES_INPUT = "given"
-PRODUCTS = ("linear", "matmul", "einsum")  # each is a step of its own
+MEMORY_OF_INPUTS = "input"
+PRODUCTS = ("linear", "matmul", "einsum")  # never merged with neighbouring operations
 PACKAGE_FOLDER = str(Path(__file__).parents[1])
 BACKENDS = "headwise.backends."
-COMBINING_METHODS = ("project_qkv",)  # methods of an interface that may call others of it, whose steps those are
+COMBINING_METHODS = ("project_qkv",)  # operations belong to the methods that these call
 
 
 @dataclass(frozen=True)
 class OperationStep:
-    """One or more neighbouring operations of one seam: what came out, and whether its memory is new.
+    """One or more neighbouring operations of one interface method: their result, and whether its memory is new.
 
-    memory="view" is the input seen in another shape, decided by the address of its storage; "copy" has memory
-    of its own; "given" is where the walk begins.
+    `memory` is "view" if the result shares the storage of an operand, "copy" if it has its own, and "input" for the
+    inputs of the layer.
     """
 
     number: int
@@ -50,12 +50,12 @@ class OperationStep:
 
     @property
     def where(self) -> str:
-        """The seam it belongs to, and the part that fills it: ``ask: Direct``."""
+        """The interface method and the part that implements it: ``project_query: Direct``."""
         return f"{self.interface}: {self.part}" if self.part else self.interface
 
     @property
     def text(self) -> str:
-        """Its operations in a few words: ``mul, cat, 2 add``."""
+        """The names of the operations, repeated ones counted: ``mul, cat, 2 add``."""
         names = list(dict.fromkeys(self.operations))
         counts = [(self.operations.count(name), name) for name in names]
         return ", ".join(name if count == 1 else f"{count} {name}" for count, name in counts)
@@ -84,12 +84,12 @@ class OperationTrace:
 
     @property
     def to_dict(self) -> dict[str, Any]:
-        """The whole walk as plain values."""
+        """The trace as plain values."""
         read = {} if self.source_tokens is None else {"source_tokens": self.source_tokens}
         return {"batch": self.batch, "tokens": self.tokens, **read, "steps": self.rows}
 
     def json(self) -> str:
-        """One JSON document."""
+        """The trace as one JSON document."""
         return json.dumps(self.to_dict, indent=2)
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class OperationTrace:
         wide[1] = min(wide[1], max(WIDTH - sum(wide) + wide[1] - 2 * len(wide), 12))
         lines, before = _line(head, wide), ""
         for step, row in zip(self.steps, cells, strict=True):
-            if step.memory != ALIASES_INPUT and step.where != before:
+            if step.memory != MEMORY_OF_INPUTS and step.where != before:
                 lines += ["", step.where]
             before = step.where
             lines += _line(row, wide)
@@ -107,14 +107,14 @@ class OperationTrace:
 
 
 def walk(spec: AttentionSpec, batch: int = 5, tokens: int = 10, source_tokens: int | None = None) -> OperationTrace:
-    """Every step of a layer of this spec on a random input [batch, tokens, model], in plain tensor operations.
+    """Trace a layer of this spec on a random input [batch, tokens, model], run by the `dense` backend.
 
-    With `source_tokens`, or when the spec names the width of a source, it reads another sequence.
+    With `source_tokens`, or if the spec has a source width, the layer attends to a second random sequence.
     """
     sizes = {"batch": batch, "tokens": tokens, "source_tokens": 1 if source_tokens is None else source_tokens}
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}={size!r} gives nothing to walk with; use a whole number of at least 1")
+            raise ValueError(f"cannot trace a layer with {name}={size!r}; give an integer of at least 1")
     if source_tokens is None and spec.source is not None:
         source_tokens = tokens
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -131,60 +131,60 @@ def walk(spec: AttentionSpec, batch: int = 5, tokens: int = 10, source_tokens: i
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes every operation on numbers that come from the input; masks, positions and weights alone pass by."""
+    """Records every operation on tensors computed from the input, not those on masks, positions or weights alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[OperationStep] = []
-        self._followed: dict[int, Tensor] = {}  # kept alive, so that no id is used twice
+        self._tracked: dict[int, Tensor] = {}  # references keep ids unique
 
     def begin(self, name: str, tensor: Tensor) -> None:
-        """Follow an input."""
-        self._note(name, "", name, (), tensor)
+        """Track an input of the layer."""
+        self._record(name, "", name, (), tensor)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [t for t in _tensors([*args, *kwargs.values()]) if id(t) in self._followed]
-        if not given:
+        operands = [t for t in _tensors([*args, *kwargs.values()]) if id(t) in self._tracked]
+        if not operands:
             return func(*args, **kwargs)
-        seam, part = _current_part_method()
-        if func in RESHAPES and not _shares(func(*args, **kwargs), given[:1]):
-            laid = args[0].contiguous()
-            self._note(seam, part, "contiguous", given, laid)
-            args, given = (laid, *args[1:]), [laid]
+        method, part = _current_part_method()
+        if func in RESHAPES and not _shares_storage(func(*args, **kwargs), operands[:1]):
+            copy = args[0].contiguous()
+            self._record(method, part, "contiguous", operands, copy)
+            args, operands = (copy, *args[1:]), [copy]
         out = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func)).strip("_").replace("getitem", "index")
         for tensor in _tensors([out]):
-            if tensor.is_floating_point() and id(tensor) not in self._followed:
-                self._note(seam, part, "view" if name in RESHAPES.values() else name, given, tensor)
+            if tensor.is_floating_point() and id(tensor) not in self._tracked:
+                self._record(method, part, "view" if name in RESHAPES.values() else name, operands, tensor)
         return out
 
-    def _note(self, seam: str, part: str, name: str, given: Sequence[Tensor], out: Tensor) -> None:
-        self._followed[id(out)] = out
-        memory = ALIASES_INPUT if not given else "view" if _shares(out, given) else "copy"
+    def _record(self, method: str, part: str, name: str, operands: Sequence[Tensor], out: Tensor) -> None:
+        self._tracked[id(out)] = out
+        memory = MEMORY_OF_INPUTS if not operands else "view" if _shares_storage(out, operands) else "copy"
         number = len(self.steps)
-        self.steps.append(OperationStep(number, seam, part, (name,), tuple(out.shape), tuple(out.stride()), memory))
+        self.steps.append(OperationStep(number, method, part, (name,), tuple(out.shape), tuple(out.stride()), memory))
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
+            tensors += _tensors(value)
+    return tensors
 
 
-def _shares(out: Tensor, given: Sequence[Tensor]) -> bool:
+def _shares_storage(out: Tensor, operands: Sequence[Tensor]) -> bool:
     address = out.untyped_storage().data_ptr()
-    return any(address == tensor.untyped_storage().data_ptr() for tensor in given)
+    return any(address == tensor.untyped_storage().data_ptr() for tensor in operands)
 
 
 def _current_part_method() -> tuple[str, str]:
-    """The seam and the part whose method is running: asked of the interpreter, so that no part is named here."""
+    """The interface method on the call stack and its part's name; ("attend", "") in a backend, else ("layer", "")."""
     frame = sys._getframe(2)
     while frame is not None and not isinstance(frame.f_locals.get("self"), Part):
         if frame.f_globals.get("__name__", "").startswith(BACKENDS):
@@ -192,29 +192,29 @@ def _current_part_method() -> tuple[str, str]:
         frame = frame.f_back
     if frame is None:
         return "layer", ""
-    owner, seam = frame.f_locals["self"], ""
+    owner, method = frame.f_locals["self"], ""
     while frame is not None:
         name, ours = frame.f_code.co_name, frame.f_code.co_filename.startswith(PACKAGE_FOLDER)
         if frame.f_locals.get("self") is owner:
-            if name not in COMBINING_METHODS or not seam:
-                seam = name  # the outermost counts: helpers work for the method that called them
+            if name not in COMBINING_METHODS or not method:
+                method = name  # the outermost method of the part, not a helper that it calls
         elif ours and not name.startswith("<"):
             break
         frame = frame.f_back
-    return seam, type(owner).__name__
+    return method, type(owner).__name__
 
 
 def _merge_neighbours(steps: Sequence[OperationStep]) -> tuple[OperationStep, ...]:
-    """Neighbouring operations of one seam that leave the shape alone become one step."""
-    joined: list[OperationStep] = []
+    """Merge neighbouring operations of one interface method whose results have equal shape and strides."""
+    merged: list[OperationStep] = []
     for step in steps:
-        last = joined[-1] if joined else None
-        alike = last and replace(step, number=last.number, operations=last.operations) == last
-        if last and alike and step.memory == "copy" and step.operations[0] not in PRODUCTS:
-            joined[-1] = replace(last, operations=(*last.operations, *step.operations))
+        last = merged[-1] if merged else None
+        is_same = last and replace(step, number=last.number, operations=last.operations) == last
+        if last and is_same and step.memory == "copy" and step.operations[0] not in PRODUCTS:
+            merged[-1] = replace(last, operations=(*last.operations, *step.operations))
         else:
-            joined.append(replace(step, number=len(joined)))
-    return tuple(joined)
+            merged.append(replace(step, number=len(merged)))
+    return tuple(merged)
 
 
 # --- as text -------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def _sizes(sizes: tuple[int, ...]) -> str:
 
 
 def _line(row: Sequence[str], wide: Sequence[int]) -> list[str]:
-    """One row; operations that do not fit go on below."""
+    """The lines of one table row; operations that do not fit continue on the next line."""
     first, *more = textwrap.wrap(row[1], wide[1]) or [""]
     cells = [row[0].rjust(wide[0]), first.ljust(wide[1]), *(c.ljust(w) for c, w in zip(row[2:], wide[2:], strict=True))]
     indent = " " * (wide[0] + 2)

@@ -17,32 +17,32 @@ NO_SHARED: Mapping[str, PartWeights] = MappingProxyType({})
 
 
 def check_shared(spec: AttentionSpec, shares: Mapping[str, PartWeights]) -> None:
-    """Refuse weights of another layer that are not what this spec's parts of these names declare."""
+    """Raise SpecError if shared weights of another layer do not have the shapes that this spec declares."""
     parts = dict(spec.parts())
     for shared, owner in shares.items():
-        name, _, only = shared.partition(".")
+        name, _, tensor_name = shared.partition(".")
         declared = parts[name].params(spec) if name in parts else {}
-        if name not in parts or (only and only not in declared):
+        if name not in parts or (tensor_name and tensor_name not in declared):
             raise SpecError(f"this layer has no {shared!r} to share; {suggest(shared, [*parts, *spec.params()])}")
         sizes = spec.sizes_of(parts[name])
-        for key, param in declared.items() if not only else [(only, declared[only])]:
-            wanted, held = param.layout.shape(sizes), tuple(owner[key].shape) if key in owner else None
-            if held != wanted:
+        for key, param in declared.items() if not tensor_name else [(tensor_name, declared[tensor_name])]:
+            expected, actual = param.layout.shape(sizes), tuple(owner[key].shape) if key in owner else None
+            if actual != expected:
                 raise SpecError(
-                    f"{name}.{key} is {list(wanted)} here and {held and list(held)} in the layer that owns it; "
-                    "only specs that declare it alike can share it"
+                    f"cannot share {name}.{key}: it is {list(expected)} in this layer and "
+                    f"{actual and list(actual)} in the layer that owns it; use specs that declare equal shapes"
                 )
 
 
 def shared_within(shared: Mapping[str, PartWeights], part: str) -> dict[str, PartWeights]:
-    """The tensors of one part that are shared one by one, by their names in it."""
+    """The single tensors of one part that are shared, by their names within the part."""
     return {name.removeprefix(f"{part}."): owner for name, owner in shared.items() if name.startswith(f"{part}.")}
 
 
 class PartWeights(nn.Module):
-    """Parameters and constants of one part: ``p["q"]``, one head's with `head`, shaped for scores with `spread`.
+    """Parameters and constants of one part; see `PartParams` for how parts read them.
 
-    Those named in `borrowed` are read in the weights that own them, and neither saved nor moved here.
+    Tensors named in `borrowed` belong to another layer: they are used here, but saved and moved there.
     """
 
     def __init__(self, spec: AttentionSpec, part: Part, borrowed: Mapping[str, PartWeights] = NO_SHARED) -> None:
@@ -71,13 +71,13 @@ class PartWeights(nn.Module):
         return tensor
 
     def trainable(self) -> list[Tensor]:
-        """Its parameters, those that it borrows among them."""
+        """All parameters, including borrowed ones."""
         own = [t for t in self._parameters.values() if t is not None]
         return own + [owner[name] for name, owner in self._borrowed.items()]
 
     @property
     def first_parameter(self) -> Tensor:
-        """Any one parameter, to know dtype and device by."""
+        """The first parameter, from which callers read dtype and device."""
         return cast(Tensor, next(iter(self._parameters.values())))
 
     def __contains__(self, name: str) -> bool:
@@ -93,16 +93,16 @@ class PartWeights(nn.Module):
         return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in every.items() if tensor is not None)
 
     def head(self, h: Any) -> Mapping[str, Tensor]:
-        """What belongs to score head h, its axis gone; what belongs to all, as it is."""
+        """All tensors; those with a leading axis of score heads are indexed by h."""
         return {n: self[n][h] if n in self._by_head else self[n] for n in self._names}
 
     def broadcast_over_scores(self) -> Mapping[str, Tensor]:
-        """One number per score head shaped [H, 1, 1], to meet scores [B, H, T, S]."""
+        """All tensors; those with one number per score head are shaped [H, 1, 1], to broadcast over s_BHTS."""
         return {n: self[n][:, None, None] if n in self._scalars else self[n] for n in self._names}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # Constants follow a move between devices but keep their own precision: angles and slopes rounded to
-        # bfloat16 would be other positions.
+        # Constants move between devices but keep their dtype: angles and slopes rounded to bfloat16 would stand for
+        # other positions.
         exact = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, before in exact.items():

@@ -1,4 +1,4 @@
-"""Positions that are added to the input, before any layer."""
+"""Position embeddings that are added to the input of the first layer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SINUSOID_LAYOUTS = ("interleaved", "halves")
 def sinusoidal_table(position: Tensor, model: int, layout: str = "interleaved", base: float = 10_000.0) -> Tensor:
     """sin and cos of t base^(-2i/model), i = 0 .. model/2 - 1, for each position t (1706.03762, section 3.5).
 
-    layout="interleaved" alternates sine and cosine as the paper writes; "halves" puts all sines first, as
-    tensor2tensor does. Models trained with one cannot be read with the other.
+    layout="interleaved" alternates sines and cosines, as in the paper; "halves" puts all sines first, as tensor2tensor
+    does. A model trained with one layout does not work with the other.
 
     >>> sinusoidal_table(torch.tensor([0, 1]), 4).round(decimals=4)[1].tolist()
     [0.8415, 0.5403, 0.01, 1.0]
@@ -45,13 +45,13 @@ class SinusoidalPositions(nn.Module):
         self.model, self.layout, self.base = model, layout, base
 
     def forward(self, x: Tensor, *, sequence: SequenceInfo | None = None) -> Tensor:
-        """x plus the code of where each token stands."""
+        """x plus the sinusoids of each token's position."""
         at = _positions_of(x, self.model, sequence)
         return x + sinusoidal_table(at.position, self.model, self.layout, self.base).to(x.dtype)
 
 
 class LearnedPositions(nn.Module):
-    """Adds a learned vector per position to x; there are `length` of them and no more.
+    """Adds a learned vector per position to x, for positions 0 .. `length` - 1.
 
     >>> LearnedPositions(4, length=3)(torch.zeros(1, 2, 4)).shape
     torch.Size([1, 2, 4])
@@ -64,7 +64,7 @@ class LearnedPositions(nn.Module):
         self.table = nn.Parameter(torch.randn(length, model) * 0.02)
 
     def forward(self, x: Tensor, *, sequence: SequenceInfo | None = None) -> Tensor:
-        """x plus the vector of where each token stands."""
+        """x plus the vector of each token's position."""
         at = _positions_of(x, self.table.shape[1], sequence)
         position = torch.where(at.is_real, at.position, 0)
         last = at.start + at.count - 1 if at.start is not None else int(position.max()) if position.numel() else -1
@@ -75,13 +75,13 @@ class LearnedPositions(nn.Module):
         return x + self.table[position].to(x.dtype)
 
 
-def _positions_of(x: Tensor, model: int, tokens: SequenceInfo | None) -> SequenceInfo:
+def _positions_of(x: Tensor, model: int, sequence: SequenceInfo | None) -> SequenceInfo:
     if x.dim() != 3 or x.shape[-1] != model or not x.is_floating_point():
         raise ValueError(
             f"x is {x.dtype} of shape {tuple(x.shape)}; give floating-point numbers [batch, tokens, {model}]"
         )
-    at = tokens or SequenceInfo.contiguous(0, x.shape[1], x.device)
+    at = sequence or SequenceInfo.contiguous(0, x.shape[1], x.device)
     if at.position.shape[0] not in (1, x.shape[0]) or at.count != x.shape[1]:
         shape = list(at.position.shape)
-        raise ValueError(f"tokens are {shape} but x is {list(x.shape[:2])}; give SequenceInfo.from_batch(x, ...)")
+        raise ValueError(f"sequence is {shape} but x is {list(x.shape[:2])}; give SequenceInfo.from_batch(x, ...)")
     return at

@@ -1,8 +1,8 @@
-"""Products of tokens with matrices: torch's, or a kernel's where a few tokens meet much that has to be read.
+"""Linear layers, by torch or, for a few tokens and large weight matrices, by a GEMV kernel.
 
-Of one token in each of a few rows a product takes as long as reading its matrix does, and torch's own reads a third of
-what memory can bring (bfloat16, 2 cores). The kernel reads matrices as they lie: nothing is laid out anew when they
-change.
+With few tokens, as in a decode step, a product takes as long as reading its weights from memory. torch's product
+reaches a third of the memory bandwidth (bfloat16, 2 cores). The kernel reads the weights in their usual layout, so
+nothing has to be repacked when they change.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..kernels.autograd_guards import is_under_functorch
 from ..kernels.launch import SIMD_WIDTH
 from ..kernels.small_batch_ops import GEMV_DTYPES, GEMV_KERNELS, multiply_small_batch
 
-MAX_GEMV_TOKENS = 4  # tokens at most, beyond which torch's product is as fast
-MIN_GEMV_WEIGHTS = 3 * 2**18  # bytes that are read at least: what is smaller torch has read before a kernel is called
+MAX_GEMV_TOKENS = 4  # number of tokens above which torch's product is as fast
+MIN_GEMV_WEIGHTS = 3 * 2**18  # bytes of weights below which torch takes less time than the launch of a kernel
 PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b, of x [..., K] and W [N, K].
+    """x W^T + b for x [..., K] and W [N, K], as `torch.nn.functional.linear`.
 
     >>> linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])).item()
     11.0
@@ -34,7 +34,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_many(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-    """x W^T with each of several matrices that x meets.
+    """x W^T for each of several weight matrices, in one kernel call or one product if that is faster.
 
     >>> [y.item() for y in linear_many(torch.tensor([[1.0, 2.0]]), [torch.tensor([[3.0, 4.0]]), torch.ones(1, 2)])]
     [11.0, 3.0]
@@ -48,8 +48,9 @@ def linear_many(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def should_concatenate(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether one product of all is faster, though the matrices are laid end to end for it at every call: in training
-    on a CPU in mixed precision, where each would be converted anyway. In single precision nothing is gained.
+    """Whether one product with the concatenated matrices is faster, although every call concatenates them.
+
+    It is in mixed-precision training on a CPU, because autocast copies every matrix anyway; in float32 it is not.
     """
     return (
         torch.is_grad_enabled()
@@ -61,7 +62,7 @@ def should_concatenate(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def uses_gemv_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether the kernel takes these: a few tokens, much to read, no gradient asked."""
+    """Whether the GEMV kernel runs this product: few tokens, large weights, and no gradient."""
     if torch.is_grad_enabled() or sum([w.numel() for w in weights]) * x.dtype.itemsize < MIN_GEMV_WEIGHTS:
         return False
     width = x.shape[-1]

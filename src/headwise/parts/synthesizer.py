@@ -64,21 +64,21 @@ class Learned(ScoreStep):
         return self.length
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
-        return {"asking": self.length, "told": self.length, "rank": self.rank}
+        return {"query_position": self.length, "key_position": self.length, "rank": self.rank}
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         if self.kind == "random":
-            return {"table": Param(AxisLayout.parse("q asking told"), xavier_uniform)}
+            return {"table": Param(AxisLayout.parse("q query_position key_position"), xavier_uniform)}
         if self.kind == "factorised":
-            return {
-                "asking": Param(AxisLayout.parse("q asking rank"), xavier_uniform),
-                "told": Param(AxisLayout.parse("q told rank"), xavier_uniform),
+            return {  # by the names of saved models, for queries and for keys
+                "asking": Param(AxisLayout.parse("q query_position rank"), xavier_uniform),
+                "told": Param(AxisLayout.parse("q key_position rank"), xavier_uniform),
             }
         return {
             "hidden": Param(AxisLayout.parse("(q dim) model"), xavier_uniform, "query"),
             "hidden_bias": Param(AxisLayout.parse("(q dim)"), zeros_init),
-            "out": Param(AxisLayout.parse("q dim told"), xavier_uniform, "query"),
-            "out_bias": Param(AxisLayout.parse("q told"), zeros_init),
+            "out": Param(AxisLayout.parse("q dim key_position"), xavier_uniform, "query"),
+            "out_bias": Param(AxisLayout.parse("q key_position"), zeros_init),
         }
 
     def flops(self, spec: AttentionSpec, work: CallSize) -> int:

@@ -158,8 +158,8 @@ def _list(where: str, value: Any) -> list[Any]:
     return list(cast("list[Any]", value))
 
 
-def _raise_type_error(where: str, value: object, wanted: str) -> NoReturn:
-    raise SpecError(f"{where} = {value!r} is of type {type(value).__name__}; give {wanted}")
+def _raise_type_error(where: str, value: object, expected: str) -> NoReturn:
+    raise SpecError(f"{where} = {value!r} is of type {type(value).__name__}; give {expected}")
 
 
 def format_toml(value: Any) -> str:

@@ -66,7 +66,7 @@ class TaskEvaluator:
 
     def _averages(self, sums: Iterable[MetricSums]) -> dict[str, float]:
         """Averages over all ranks; `sums` are those of this rank."""
-        return average_tallies(self.world.every(sum_tallies(sums)))
+        return average_tallies(self.world.all_gather_objects(sum_tallies(sums)))
 
     def _iter_shares(self, split: str) -> Iterator[BatchShard]:
         available = self.task.batches(self.recipe.batch, split)

@@ -412,7 +412,7 @@ class TrainingRun:
         """States of torch's random generators for all workers; the names of worker 0 have no number."""
         local_states = {"cpu": torch.get_rng_state()}
         local_states |= {"cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else {}
-        workers = enumerate(self.world.every(local_states)[:: self.world.parallelism.tensor])
+        workers = enumerate(self.world.all_gather_objects(local_states)[:: self.world.parallelism.tensor])
         return {_worker_key(name, worker): state for worker, states in workers for name, state in states.items()}
 
     def _restore_rng(self, states: Mapping[str, Tensor]) -> None:

@@ -296,7 +296,7 @@ class _PagedRows:
             self._grow([min(page, end - 1 - row.length) for row, end in zip(self.rows, lengths, strict=True)])
         batch = self.pool.batch_of(self.rows)
         batch.next_positions([1] * len(lengths))
-        pages = batch.accesses[0].held_pages
+        pages = batch.accesses[0].row_pages
         assert pages is not None
         self.pages, self.spans = pages, pages.spans(True)
         self.q = torch.randn(len(lengths), NUM_HEADS, HEAD_DIM).to(dtype)

@@ -36,7 +36,7 @@ class CostView(Protocol):
 
 
 class CostOptions(NamedTuple):
-    """A group of options, and a function that makes the reports that they ask for."""
+    """A group of options, and a function that makes the reports for these options."""
 
     add_arguments: Callable[[CommandParser], None]
     make_views: Callable[[argparse.Namespace, CostReport], Mapping[str, CostView]]

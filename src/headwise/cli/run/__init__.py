@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
         raise UsageError(f"--batch {args.batch} is too small; give 1 or more")
     if args.requests is None and (unused := [name for name in SERVING_OPTIONS if getattr(args, name) is not None]):
         raise UsageError(f"--{unused[0]} applies to --requests only; add --requests FILE, or leave it out")
-    model = _load_model(args)
+    model = load_model(args)
     kind = task_kind(model)
     if kind != "texts":
         _check_unused(args, parser, model, kind)
@@ -135,7 +135,7 @@ def _add_decoding_options(parser: argparse._ActionsContainer, options: Mapping[s
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=help_text)
 
 
-def _load_model(args: argparse.Namespace) -> Transformer:
+def load_model(args: argparse.Namespace) -> Transformer:
     """Load the model onto its device, with the tokenizer of --tokenizer."""
     import headwise as hw
 

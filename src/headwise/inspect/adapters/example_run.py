@@ -239,7 +239,7 @@ def _layout_of(module: nn.Module, traced: TracedAttention) -> AttentionLayout:
     heads, declared_heads = traced.z_BTHV.shape[2], read_positive_int(module, NUM_HEADS_NAMES)
     kv, dim = traced.num_kv_heads or heads, traced.head_dim or traced.z_BTHV.shape[3]
     reason = (
-        f"its attributes say {declared_heads} heads, but it computes attention with {heads}"
+        f"its attributes declare {declared_heads} heads, but it computes attention with {heads}"
         if declared_heads and declared_heads != heads
         else ""
     )
