@@ -6,6 +6,7 @@ In reading order:
   masks in compact form.
 - `attention_trace`: `Trace`, one whole run: weights, head outputs, tiles and thumbnails.
 - `head_steps`: the computation of one head for one query, step by step, as far as a trace holds it.
+- `trace_comparison`: which heads attend differently in two traces, over tokens aligned with each other.
 - `trace_file`: the file format, safetensors with a JSON document and a checksum.
 - `import_export`: traces of weights from elsewhere; weights as CSV, JSON or NPZ.
 """
@@ -13,6 +14,7 @@ In reading order:
 from .attention_record import AttentionCallRecord, AttentionRecord, PackedMask, TokenRow
 from .attention_trace import Trace
 from .import_export import trace_from_weights
+from .trace_comparison import TraceComparison, compare_traces
 from .trace_file import load_trace
 
 __all__ = [
@@ -21,6 +23,8 @@ __all__ = [
     "PackedMask",
     "TokenRow",
     "Trace",
+    "TraceComparison",
+    "compare_traces",
     "load_trace",
     "trace_from_weights",
 ]
