@@ -89,7 +89,7 @@ def test_no_dialog_has_a_violation(page: Any, axe: str, dialog: str, theme: str)
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_results_have_no_violation(page: Any, axe: str, theme: str):
-    """Tables that appear when something was computed or asked for: the effect in the Lab, the measures."""
+    """Tables that appear when something was computed or asked for: the effect in the Lab, two runs, the measures."""
     found: dict[str, list[str]] = {}
     with served(sample()) as url:
         page.goto(url)
@@ -100,6 +100,10 @@ def test_results_have_no_violation(page: Any, axe: str, theme: str):
         page.get_by_role("button", name="Compute the effect").click()
         page.get_by_test_id("effect").wait_for(timeout=60_000)
         found["lab"] = find_violations(page)
+        page.evaluate("location.hash = '#/diff?with=ablated'")
+        page.get_by_role("button", name="Compare", exact=True).click()
+        page.get_by_test_id("diff-change").wait_for(timeout=60_000)
+        found["diff"] = find_violations(page)
         page.evaluate("location.hash = '#/map'")
         page.get_by_role("button", name="Table").click()
         page.get_by_role("table").first.wait_for()

@@ -54,6 +54,7 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--source", metavar="TEXT", help="source text of an encoder-decoder; --text is then the target it writes"
     )
+    parser.add_argument("--compare", metavar="MODEL|TRACE", help="another model or trace, for the screen Diff")
     parser.add_argument("--export", metavar="FILE", help="write the page to one .html file instead of serving it")
     parser.add_argument("--no-browser", action="store_true", help="print the address only")
     parser.add_argument("--port", type=int, default=0, metavar="PORT", help="port of the page; 0 takes a free one")
@@ -90,6 +91,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
             raise UsageError(f"--export {args.export} is not an HTML file; end the name in .html")
         if not path.absolute().parent.is_dir():
             raise UsageError(f"the folder of {args.export} does not exist; create it first")
+    if args.compare is not None and not Path(args.compare).exists():
+        raise UsageError(f"--compare {args.compare} does not exist; give a model folder or a .trace file")
     out = Path(args.out)
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {args.out} is a file; give a folder")
@@ -102,7 +105,7 @@ def _print_note(line: str) -> None:
 def _target(args: argparse.Namespace) -> Target:
     from ..viewer.view import Target
 
-    return Target(args.target, args.text, args.source, None if args.read_only else Path(args.out))
+    return Target(args.target, args.text, args.source, None if args.read_only else Path(args.out), args.compare or "")
 
 
 def _server_options(args: argparse.Namespace) -> ServerOptions:

@@ -324,9 +324,21 @@ def _from_texts_transformers(model: nn.Module, texts: list[str], steps: int) -> 
     )
 
 
+def get_tokenizer_documents(model: nn.Module) -> list[str]:
+    """The JSON texts of the tokenizers of a model, by which two models can be compared; empty if it has none."""
+    if isinstance(model, Transformer):
+        return [text for text in (model.usage.tokenizer, model.usage.source_tokenizer) if text is not None]
+    path = _tokenizer_path(model)
+    return [path.read_text(encoding="utf-8")] if path.is_file() else []
+
+
+def _tokenizer_path(model: nn.Module) -> Path:
+    return Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")) / TOKENIZER_FILE
+
+
 def _load_tokenizer(model: nn.Module) -> Tokenizer:
     """Load the tokenizer.json next to the weights of a transformers model."""
-    path = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")) / TOKENIZER_FILE
+    path = _tokenizer_path(model)
     if not path.is_file():
         fact = f"{type(model).__name__} comes with no {TOKENIZER_FILE}"
         raise ValueError(f"{fact}; give its arguments, as in {{'input_ids': tokenizer(text, return_tensors='pt')...}}")

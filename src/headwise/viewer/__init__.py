@@ -7,8 +7,8 @@ In reading order:
 - `weight_summaries`: pooled tiles, marginals, the largest weight of a part, and the masks of thumbnails.
 - `tile_encoding`: binary answers: arrays behind a JSON header.
 - `model_worker`: `ModelWorker`, one thread that runs jobs on the model, with progress and cancellation.
-- `model_actions`, `lab_actions`, `similarity_actions` and `cost_actions`: the jobs: capture a text, measure the heads,
-  ablate heads and compare, find similar heads, and cost.
+- `model_actions`, `lab_actions`, `similarity_actions`, `comparison_actions`, `cost_actions`: the jobs: capture a text,
+  measure the heads, ablate them, find similar heads, compare two runs, and cost.
 - `lab_runs`, `lab_recipes`: runs of the open text with some heads ablated; the Python lines that repeat them.
 - `generation_actions`: the job that continues the open text, with the weights of every decode step.
 - `step_answers`: the computation of one head for one query, step by step.

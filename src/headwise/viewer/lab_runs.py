@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..inspect.ablation import HeadPatch, HeadRef
     from ..inspect.hooks import SiteModule
     from ..inspect.model_inputs import ModelInputs
+    from ..traces import Trace
 
 MAX_SEED = 2**31
 
@@ -70,18 +71,24 @@ def id_arguments(net: nn.Module) -> dict[str, str]:
     return {"text": "decoder_input_ids", "source": "input_ids"} if is_encoder_decoder(net) else {"text": "input_ids"}
 
 
-def open_inputs(model: OpenModel) -> ModelInputs:
-    """The inputs of the open text, from its recorded token ids."""
+def id_inputs(net: nn.Module, trace: Trace) -> dict[str, Tensor]:
+    """The recorded token ids of a trace as arguments of a model."""
     import torch
 
-    from ..inspect.model_inputs import prepare_inputs
-
-    net, streams = model.get_model(), model.get_trace().streams
     names = id_arguments(net)
-    ids = {names[name]: torch.tensor([list(rows[0].ids)]) for name, rows in streams.items() if rows and name in names}
+    streams = trace.streams.items()
+    ids = {names[name]: torch.tensor([list(rows[0].ids)]) for name, rows in streams if rows and name in names}
     if not ids:
         raise ValueError("the open text has no token ids; capture a text on the page first")
-    return prepare_inputs(net, ids, 0)
+    return ids
+
+
+def open_inputs(model: OpenModel) -> ModelInputs:
+    """The inputs of the open text, from its recorded token ids."""
+    from ..inspect.model_inputs import prepare_inputs
+
+    net = model.get_model()
+    return prepare_inputs(net, id_inputs(net, model.get_trace()), 0)
 
 
 class LabRuns:

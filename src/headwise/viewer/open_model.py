@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..traces.attention_trace import THUMBNAIL_SIZE, Trace
+from ..traces.trace_comparison import TraceComparison
 from .view_document import describe_measures, describe_trace, make_file_stem
 from .weight_summaries import (
     Cells,
@@ -76,6 +77,7 @@ class OpenModel:
     `output_folder` is where pruned and converted models may be written; None forbids it. `target` is the folder of the
     model as it was named on the command line, "" for other models. `texts` are lines to start the screens with that
     need several texts. `pruned` are the heads that were removed from each site before, in the numbers that they had.
+    `other` is the model or trace to compare with, "" for none, and `comparison` the last comparison of the trace.
     """
 
     trace: Trace | None = None
@@ -91,6 +93,8 @@ class OpenModel:
     revision: int = 0
     warnings: list[str] = field(default_factory=list[str])
     pruned: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
+    other: str = ""
+    comparison: TraceComparison | None = None
     _changing: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
     _loading: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
     _origin: OpenModel | None = field(default=None, init=False, repr=False, compare=False)
@@ -151,6 +155,7 @@ class OpenModel:
             "maxTokens": self.max_tokens,
             "fileStem": make_file_stem(self.name),
             "texts": list(self.texts),
+            "other": Path(self.other).name,
             "ablated": [
                 {"site": site_names.index(head.site), "head": head.head, "mode": head.mode, "scale": head.scale}
                 for head in self.ablated
@@ -322,10 +327,23 @@ class OpenModel:
             self.revision += 1
 
     def set_trace(self, trace: Trace) -> None:
-        """Show another trace; measures of the former one are dropped."""
+        """Show another trace; measures and the comparison of the former one are dropped."""
         with self._changing:
-            self.trace, self.table = trace, None
+            self.trace, self.table, self.comparison = trace, None, None
             self.revision += 1
+
+    def set_comparison(self, comparison: TraceComparison, trace: Trace) -> None:
+        """Keep a comparison of the open trace; raises ValueError if another trace was opened meanwhile."""
+        with self._changing:
+            if self.trace is not None and self.trace.layers is not trace.layers:
+                raise ValueError("another text was opened meanwhile; compare again")
+            self.comparison = comparison
+
+    def get_comparison(self) -> TraceComparison:
+        """The last comparison of the open trace; raises ValueError if there is none."""
+        if self.comparison is None:
+            raise ValueError("nothing was compared with the open text yet; compare on the screen Diff first")
+        return self.comparison
 
     def set_table(self, table: HeadTable) -> None:
         """Show these measures."""

@@ -25,6 +25,7 @@ from starlette.routing import Route
 from ..errors import SpecError
 from ..traces.head_steps import HeadPlace
 from .binary_answers import encode_marginals, encode_measures, encode_thumbnails, encode_tile
+from .comparison_actions import compare_attention, exact_pair, pool_difference
 from .cost_actions import compute_cost
 from .export_files import EXPORT_KINDS, ExportScope, FileTooLarge, describe_files, make_file
 from .generation_actions import generate_text
@@ -66,6 +67,7 @@ ALL_JOBS = {
     "greedy": remove_greedily,
     "generate": generate_text,
     "similarity": compute_similarity,
+    "compare": compare_attention,
     "cost": compute_cost,
     "surgery": describe_surgery,
     "plan-pruning": plan_pruning,
@@ -106,6 +108,8 @@ class ViewServer:
             Route("/api/peak", self._answer(self._peak)),
             Route("/api/measures", self._answer(self._measures)),
             Route("/api/steps", self._answer(self._steps)),
+            Route("/api/difference", self._answer(self._difference)),
+            Route("/api/difference/pair", self._answer(self._difference_pair)),
             Route("/api/export", self._answer(self._export)),
             Route("/api/export/sizes", self._answer(self._export_sizes)),
             Route("/api/jobs", self._submit, methods=["POST"]),
@@ -220,6 +224,20 @@ class ViewServer:
         row = query.integer("row", 0, layer.batch_size - 1, 0)
         key = query.integer("key", 0, layer.num_keys - 1, 0) if "key" in query.parameters else None
         return binary_response(encode_steps(*find_steps(view, HeadPlace(site, head, number, row), key)))
+
+    def _difference(self, view: OpenModel, query: Query) -> Response:
+        """One head in both traces of the last comparison, over the aligned tokens."""
+        site, head = self._head(view, query)
+        cells = query.integer("cells", 1, MAX_TILE_CELLS, 256)
+        return binary_response(encode_arrays(pool_difference(view.get_comparison(), site, head, cells)._asdict()))
+
+    def _difference_pair(self, view: OpenModel, query: Query) -> Response:
+        """The exact weights of both traces for the aligned pair number `query` and number `key`."""
+        site, head = self._head(view, query)
+        comparison, layer = view.get_comparison(), view.get_trace().get_layer(site)
+        counts = [len(comparison.alignments[name].first) for name in (layer.query_stream, layer.key_stream)]
+        place = query.integer("query", 0, counts[0] - 1), query.integer("key", 0, counts[1] - 1)
+        return binary_response(encode_arrays({"weights": exact_pair(comparison, site, head, place)}))
 
     def _export(self, view: OpenModel, query: Query) -> Response:
         file = make_file(view, query.choice("kind", EXPORT_KINDS), self._export_scope(view, query))

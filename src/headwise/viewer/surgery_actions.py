@@ -240,6 +240,7 @@ class NewModel:
             proof = prove(self.before, self.after, texts.proof, options, log)
             write_proof(proof, self.folder)
             log.progress.check()
+        self.opened.other = str(self.folder)
         return describe_result(proof) | {
             "folder": str(self.folder),
             "kind": written.kind,

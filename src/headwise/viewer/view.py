@@ -29,12 +29,14 @@ SERVER_START_SECONDS = 20.0
 
 
 class Target(NamedTuple):
-    """What to open: a name (None is the bundled sample), texts, and the folder for new models (None: read-only)."""
+    """What to open: a name (None is the bundled sample), texts, the folder for new models (None: read-only), and the
+    name of a model or trace to compare with."""
 
     name: str | None = None
     text: str | None = None
     source: str | None = None
     out: Path | None = None
+    other: str = ""
 
 
 class ServerOptions(NamedTuple):
@@ -50,6 +52,12 @@ class ServerOptions(NamedTuple):
 
 def open_target(target: Target, log: Log = lambda _: None) -> OpenModel:
     """Open what a name stands for. A trace, and the trace of the bundled sample, open without torch."""
+    opened = _open_name(target, log)
+    opened.other = target.other
+    return opened
+
+
+def _open_name(target: Target, log: Log) -> OpenModel:
     if target.name is None and target.text is None and target.source is None:
         return _open_sample(target.out)
     if target.name is not None and is_trace(target.name):

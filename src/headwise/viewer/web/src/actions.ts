@@ -13,18 +13,28 @@ export async function measureHeads(): Promise<void> {
 /** Ablate every head alone, and add how much that changes the output to the measures as "importance". */
 export async function measureImportance(): Promise<void> {
   const result = (await runJob("sweep")) as { heads: [number, number, number][] } | null;
-  const table = measures.value;
-  if (!result || !table || !doc.value) return;
-  const values = new Map(result.heads.map(([siteNumber, head, change]) => [firstHeads.value[siteNumber]! + head, change]));
-  const finite = [...values.values()].filter(Number.isFinite);
+  if (result) showMeasure("importance", new Map(result.heads.map(([siteNumber, head, change]) => [firstHeads.value[siteNumber]! + head, change])));
+}
+
+/** Add a measure of heads, by their number in the model, to those that the page shows. */
+export function showMeasure(name: string, values: Map<number, number>): void {
+  const current = doc.value;
+  if (!current) return;
+  const high = [...values.values()].filter(Number.isFinite).reduce((most, value) => Math.max(most, value), 1e-12);
   batch(() => {
-    measures.value = addMeasure(table, "importance", values);
-    doc.value = { ...doc.value!, measures: [...doc.value!.measures, { name: "importance", low: 0, high: Math.max(...finite, 1e-12) }] };
+    measures.value = addMeasure(measures.value ?? { names: [], values: new Float32Array(0), classes: new Map(), texts: "", notes: [] }, name, values);
+    doc.value = { ...current, measures: [...current.measures.filter((item) => item.name !== name), { name, low: 0, high }] };
   });
 }
 
-/** A table with one more measure, without intervals and chance levels. */
+/** A table with one more measure, or with other values of it, without intervals and chance levels. */
 function addMeasure(table: MeasureTable, name: string, values: Map<number, number>): MeasureTable {
+  const column = table.names.indexOf(name);
+  if (column >= 0) {
+    const stacked = table.values.slice();
+    for (let head = 0; head < headCount.value; head++) stacked[(head * table.names.length + column) * 4] = values.get(head) ?? NaN;
+    return { ...table, values: stacked };
+  }
   const before = table.names.length;
   const stacked = new Float32Array(headCount.value * (before + 1) * 4).fill(NaN);
   for (let head = 0; head < headCount.value; head++) {

@@ -19,12 +19,13 @@ const LAZY: Partial<Record<ScreenId, () => Promise<ComponentType>>> = {
   classify: async () => (await import("./screens/classify")).ClassifyScreen,
   lab: async () => (await import("./screens/lab")).LabScreen,
   prune: async () => (await import("./screens/prune")).PruneScreen,
+  diff: async () => (await import("./screens/diff")).DiffScreen,
   cost: async () => (await import("./screens/cost")).CostScreen,
   steps: async () => (await import("./screens/steps")).StepsScreen,
   similarity: async () => (await import("./screens/similarity")).SimilarityScreen,
 };
 const loaded = signal<Partial<Record<ScreenId, ComponentType>>>({ map: MapScreen, head: HeadScreen });
-const AVAILABLE: ScreenId[] = ["open", "map", "head", "text", "classify", "similarity", "lab", "prune", "steps", "cost"];
+const AVAILABLE: ScreenId[] = ["open", "map", "head", "text", "classify", "similarity", "lab", "prune", "steps", "diff", "cost"];
 
 function CurrentScreen(): JSX.Element {
   const id = screen.value;
@@ -91,7 +92,7 @@ function onKey(event: KeyboardEvent): void {
   const isTyping = /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName);
   if (event.ctrlKey || event.metaKey || event.altKey || (isTyping && event.key !== "Escape")) return;
   if (overlay.value && event.key !== "Escape") return;
-  const chosen = AVAILABLE["1234567890".indexOf(event.key)];
+  const chosen = AVAILABLE["1234567890-".indexOf(event.key)];
   const action = chosen ? () => (screen.value = chosen) : KEYS[event.key];
   if (event.key === "Enter" && screen.value === "map" && target.closest(".grid")) {
     event.preventDefault();

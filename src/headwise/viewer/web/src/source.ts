@@ -59,6 +59,8 @@ export interface ViewDocument {
   /** The beginning of the names of all files that are saved. */
   fileStem: string;
   texts: string[];
+  /** The name of the model or trace to compare with; "" for none. */
+  other: string;
   ablated: AblatedHead[];
   capabilities: Record<"text" | "measure" | "ablate" | "write", Ability>;
 }

@@ -43,6 +43,10 @@ export const textMode = signal<"one" | "set" | "two">("one");
 export const secondHead = signal(""); // "site.head", the other of two heads
 /** Classes that the user gave to heads, as "site.head=name". */
 export const ownClasses = signal<string[]>([]);
+/** What the Diff screen compares the open text with. */
+export const DIFF_KINDS = ["text", "ablated", "other"] as const;
+export type DiffKind = (typeof DIFF_KINDS)[number];
+export const diffKind = signal<DiffKind>("text");
 export const pinned = signal<string[]>([]); // "site.head"
 
 // --- what it does not ----------------------------------------------------------------------------------
@@ -166,8 +170,10 @@ export function moveHead(layers: number, heads: number): void {
 export async function loadDocument(): Promise<void> {
   try {
     const found = await source.document();
+    const before = doc.value;
+    const isSameModel = before?.sites.length === found.sites.length && before.sites.every((item, number) => item.name === found.sites[number]!.name);
     batch(() => {
-      doc.value = found;
+      doc.value = isSameModel ? { ...found, ablated: before!.ablated } : found; // heads are switched off on the page
       loadError.value = null;
       if (!found.sites[selectedSite.value]) selectedSite.value = 0;
       if (selectedHead.value >= (found.sites[selectedSite.value]?.heads ?? 0)) selectedHead.value = 0;
@@ -249,6 +255,7 @@ const HASH_FIELDS: [string, { value: unknown }, (text: string) => unknown][] = [
   ["heads", textMode, oneOf(["one", "set", "two"])],
   ["second", secondHead, (text) => text],
   ["classes", ownClasses, (text) => text.split(",").filter(Boolean)],
+  ["with", diffKind, oneOf([...DIFF_KINDS])],
   ["theme", theme, oneOf(["", "light", "dark"])],
 ];
 const DEFAULTS = HASH_FIELDS.map(([, field]) => hashText(field.value));

@@ -63,6 +63,14 @@ export function stepTable(scale: Scale): Uint8Array {
   return Uint8Array.from({ length: 256 }, (_, value) => Math.round(rampPosition(value / 255, scale) * 255));
 }
 
+/** Ramp steps 0 to 255 of 8-bit differences, where 128 is none; no difference is the middle of the ramp. */
+export function signedStepTable(scale: Scale): Uint8Array {
+  return Uint8Array.from({ length: 256 }, (_, value) => {
+    const change = (value - 128) / 127;
+    return Math.round(((Math.sign(change) * rampPosition(Math.abs(change), scale) + 1) / 2) * 255);
+  });
+}
+
 export function cssRamp(value: number, name: RampName = "seq"): string {
   const color = rampColors(name)[Math.round(Math.min(Math.max(value, 0), 1) * 255)]!;
   return `rgb(${color & 255} ${(color >> 8) & 255} ${(color >> 16) & 255})`;

@@ -1,13 +1,15 @@
 // Heat maps: one canvas, one pixel of the image for each cell, enlarged without smoothing.
 
 import type { Scale, ThumbnailAtlas } from "../state";
-import { packedColor, rampColors, stepTable } from "./colors";
+import { packedColor, rampColors, signedStepTable, stepTable } from "./colors";
 
 export interface HeatmapImage {
   data: Uint8Array | Uint8ClampedArray;
   rows: number;
   columns: number;
   masked?: Uint8Array | undefined;
+  /** Whether the data are differences: 128 is none, 1 and 255 are -1 and 1. */
+  isSigned?: boolean;
 }
 
 /** Draw 8-bit weights, so that each cell is one pixel; cells without an allowed pair are hatched. */
@@ -22,8 +24,8 @@ export function drawHeatmap(canvas: HTMLCanvasElement, image: HeatmapImage, scal
   const context = canvas.getContext("2d")!;
   const pixels = context.createImageData(canvas.width, canvas.height);
   const target = new Uint32Array(pixels.data.buffer);
-  const colors = rampColors("seq");
-  const steps = stepTable(scale);
+  const colors = rampColors(image.isSigned ? "div" : "seq");
+  const steps = image.isSigned ? signedStepTable(scale) : stepTable(scale);
   const hatch = packedColor("--hatch");
   const ground = packedColor("--hatch-bg");
   for (let row = 0; row < rows; row++) {

@@ -33,7 +33,7 @@ const KEY_ROWS: [string, TextKey][] = [
   ["P", "keys.p"],
   ["T", "keys.t"],
   ["E", "keys.e"],
-  ["1 … 9 0", "keys.digits"],
+  ["1 … 9 0 -", "keys.digits"],
   ["[  ]", "keys.brackets"],
   ["/", "keys.slash"],
   ["?", "keys.question"],

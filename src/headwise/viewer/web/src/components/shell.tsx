@@ -120,6 +120,7 @@ const JOB_TEXTS: Record<string, TextKey> = {
   greedy: "job.greedy",
   generate: "job.generate",
   "lab-plan": "job.labPlan",
+  compare: "job.compare",
   cost: "job.cost",
   prune: "job.prune",
   convert: "job.convert",

@@ -26,6 +26,8 @@ const WORDS: Record<string, { en: Words; zh: Words }> = {
   induction: { en: ["induction", "weight on tokens after an earlier occurrence of the same token"], zh: ["归纳", "同一词元先前出现处之后词元上的权重"] },
   rare: { en: ["rarest token", "share of rows whose largest weight is on the rarest token"], zh: ["最罕见词元", "最大权重落在最罕见词元上的行所占比例"] },
   importance: { en: ["importance", "change of the loss when the head is ablated alone"], zh: ["重要性", "单独消融该头时损失的变化"] },
+  divergence: { en: ["divergence", "Jensen-Shannon divergence of the two runs that the screen Diff compares, in nats"], zh: ["散度", "“对比”页所比较的两次运行之间的 Jensen–Shannon 散度，单位为纳特"] },
+  "largest change": { en: ["largest change", "largest change of a weight between the two runs that the screen Diff compares"], zh: ["最大变化", "“对比”页所比较的两次运行之间权重的最大变化"] },
   "alignment input": { en: ["alignment, read", "1 minus the alignment error rate of the row that reads a target word"], zh: ["对齐（读入）", "读入目标词的行：1 减去对齐错误率"] },
   "alignment input precision": { en: ["alignment precision, read", "precision of the alignment of the row that reads a target word"], zh: ["对齐精确率（读入）", "读入目标词的行：对齐的精确率"] },
   "alignment input recall": { en: ["alignment recall, read", "recall of the alignment of the row that reads a target word"], zh: ["对齐召回率（读入）", "读入目标词的行：对齐的召回率"] },

@@ -1,0 +1,183 @@
+"""The Diff screen: compare the open trace with that of another text, of ablated heads, or of another model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..traces import Trace, TraceComparison, compare_traces, load_trace
+from .lab_runs import LabRuns, id_inputs
+from .model_actions import capture_trace, check_text_length, read_heads, read_text
+from .model_targets import is_trace, load_target, read_pruned_heads
+from .model_worker import JobProgress
+from .open_model import CAPTURE_BUDGET, MAX_TILE_CELLS, OpenModel
+from .tile_encoding import Array, encode_arrays
+from .weight_summaries import make_edges
+
+if TYPE_CHECKING:
+    from torch import nn
+
+STREAMS = ("text", "source")
+KINDS = ("text", "ablated", "other")
+SIGNED_ZERO, SIGNED_ONE = 128, 127  # 8-bit code of a difference of 0, and codes for a difference of 1
+
+
+class DifferenceTile(NamedTuple):
+    """The weights of one head in both traces over the aligned tokens, and second minus first, pooled to some cells.
+
+    `first` and `second` are 8-bit weights, the largest of each cell. `change` is the difference of largest size in each
+    cell, 128 for none. Cells begin at the aligned pairs with the numbers `queries` and `keys`.
+    """
+
+    first: Array
+    second: Array
+    change: Array
+    queries: Array
+    keys: Array
+
+
+def compare_attention(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> bytes:
+    """Compare the open trace with another one and keep the comparison; the answer lists the heads.
+
+    `with` is "text" (the same model on `text`, and `source` or the open one), "ablated" (the open text without `heads`)
+    or "other" (the open text in the model or trace that the page was started with, or that was pruned on it).
+    """
+    kind, first = str(arguments.get("with")), model.get_trace()
+    if kind not in KINDS:
+        raise ValueError(f"cannot compare with {kind!r}; use one of {', '.join(KINDS)}")
+    kept: dict[str, list[int]] = {}
+    if kind == "text":
+        name, second = "", _trace_text(model, arguments, progress)
+    elif kind == "ablated":
+        name, second = "", _trace_ablated(model, arguments, progress)
+    else:
+        name, second, kept = _trace_other(model, progress)
+    comparison = compare_traces(
+        first, second, kept_heads=kept, progress=lambda done, total: progress(done, total, "comparing heads")
+    )
+    model.set_comparison(comparison, first)
+    return encode_comparison(comparison, kind, name)
+
+
+def _trace_text(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> Trace:
+    text, source = read_text(arguments, "text"), read_text(arguments, "source")
+    if not (text or source).strip():
+        raise ValueError("the text to compare with is empty; enter at least one word")
+    check_text_length(model, arguments)
+    return capture_trace(model.get_model(), text, source, model.max_tokens, progress)
+
+
+def _trace_ablated(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> Trace:
+    """The open text with some heads ablated: later layers attend differently."""
+    from ..inspect.ablation import patch
+
+    heads = read_heads(model, arguments)
+    if not heads:
+        raise ValueError("no head is ablated, so nothing would differ; ablate some heads first")
+    model.check_ablated(heads)
+    progress(0, 1, "running the model without the heads")
+    net = model.get_model()
+    with patch(net, LabRuns(model).make_patches(heads)):
+        return _trace_ids(net, model.get_trace())
+
+
+def _trace_ids(net: nn.Module, first: Trace) -> Trace:
+    """The token ids of a trace in a model, under the words of that trace."""
+    from ..inspect.trace_capture import Capture, trace
+
+    inputs: Any = id_inputs(net, first)
+    second = trace(net, inputs, capture=Capture(extra=("v",), budget=CAPTURE_BUDGET), log=lambda _: None)
+    return replace(second, streams={name: rows[:1] for name, rows in first.streams.items()})
+
+
+def _trace_other(model: OpenModel, progress: JobProgress) -> tuple[str, Trace, dict[str, list[int]]]:
+    """The name of the other model, its trace of the open text, and the heads that it kept of those that are open."""
+    if not model.other:
+        raise ValueError("no other model is open; start `headwise view` with --compare MODEL")
+    name = Path(model.other).name
+    if is_trace(model.other):
+        return name, load_trace(model.other), {}
+    progress(0, 2, f"opening {name}")
+    other = load_target(model.other)
+    removed = read_pruned_heads(model.other)
+    kept = {
+        layer.name: [head for head in range(layer.heads) if head not in removed[layer.name]]
+        for layer in model.get_trace().layers
+        if layer.name in removed
+    }
+    progress(1, 2, f"running {name}")
+    return name, _trace_same_text(model, other), kept
+
+
+def _trace_same_text(model: OpenModel, other: nn.Module) -> Trace:
+    """The open text in another model: tokenized by that model, or the open token ids where the text was generated."""
+    from ..inspect.model_inputs import get_tokenizer_documents
+
+    first = model.get_trace()
+    streams = {name: rows[0] for name, rows in first.streams.items() if rows}
+    if all(row.text for row in streams.values()):
+        return capture_trace(
+            other, *(streams[name].text if name in streams else "" for name in STREAMS), model.max_tokens
+        )
+    if model.has_model and get_tokenizer_documents(model.get_model()) != get_tokenizer_documents(other):
+        raise ValueError("the other model has another tokenizer, and the open text was generated; enter a text first")
+    return _trace_ids(other, first)
+
+
+# --- Answers -------------------------------------------------------------------------------------------
+
+
+def encode_comparison(comparison: TraceComparison, kind: str, name: str) -> bytes:
+    """The heads with their differences, [heads, 4], and the tokens of the second trace with their alignment."""
+    numbers = {layer.name: number for number, layer in enumerate(comparison.first.layers)}
+    arrays: dict[str, Array] = {
+        "differences": np.array(
+            [[head.divergence, head.largest, head.mean_difference, head.entropy_change] for head in comparison.heads],
+            np.float32,
+        ).reshape(-1, 4)
+    }
+    for stream, pairs in comparison.alignments.items():
+        arrays[f"{stream}.pairs"] = np.stack([pairs.first, pairs.second], 1).astype(np.int32)
+    return encode_arrays(
+        arrays,
+        kind=kind,
+        name=name,
+        heads=[[numbers[head.site], head.head] for head in comparison.heads],
+        places=[[head.query, head.key] for head in comparison.heads],
+        words={stream: list(rows[comparison.row].words) for stream, rows in comparison.second.streams.items()},
+        leftOut=dict(comparison.left_out),
+    )
+
+
+def pool_difference(comparison: TraceComparison, site: str, head: int, cells: int) -> DifferenceTile:
+    """The difference of one head, at most `cells` cells on each side."""
+    layer = comparison.first.get_layer(site)
+    sides = [len(comparison.alignments[name].first) for name in (layer.query_stream, layer.key_stream)]
+    queries, keys = (make_edges(0, count, min(cells, MAX_TILE_CELLS)) for count in sides)
+    pooled = np.zeros((3, len(queries) - 1, len(keys) - 1), np.float32)
+    for row, (start, stop) in enumerate(pairwise(queries)):
+        one, other = comparison.weights(site, head, slice(int(start), int(stop)))
+        change = other - one
+        most, least = _pool_keys(change, keys, np.maximum), _pool_keys(change, keys, np.minimum)
+        pooled[0, row], pooled[1, row] = (_pool_keys(weights, keys, np.maximum) for weights in (one, other))
+        pooled[2, row] = np.where(most >= -least, most, least)
+    first, second = (np.ceil(weights * 255 - 1e-4).clip(0, 255).astype(np.uint8) for weights in pooled[:2])
+    change = (np.round(pooled[2] * SIGNED_ONE) + SIGNED_ZERO).clip(1, 255).astype(np.uint8)
+    return DifferenceTile(first, second, change, queries[:-1].astype(np.int32), keys[:-1].astype(np.int32))
+
+
+def _pool_keys(weights: Array, edges: Sequence[int] | Array, pool: np.ufunc) -> Array:
+    """The largest or smallest weight between the edges, over all queries."""
+    return pool.reduceat(pool.reduce(weights, axis=0), np.asarray(edges)[:-1])
+
+
+def exact_pair(comparison: TraceComparison, site: str, head: int, place: tuple[int, int]) -> Array:
+    """The exact weights of an aligned pair of queries and keys in both traces, [2]."""
+    query, key = place
+    one, other = comparison.weights(site, head, slice(query, query + 1))
+    return np.array([one[0, key], other[0, key]], np.float32)

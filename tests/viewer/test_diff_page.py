@@ -1,0 +1,99 @@
+"""The Diff screen in a browser: heads behind an ablated one, another text, and another model, with exact numbers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import headwise as hw
+from headwise.viewer.open_model import OpenModel
+from support.page_browser import sample_model, served, wait_until
+
+CELL = """([name, row, column, rows]) => {
+    const canvas = document.querySelector(`[data-testid=diff-${name}] canvas`);
+    const size = canvas.width / rows;
+    const x = Math.floor((column + 0.5) * size), y = Math.floor((row + 0.5) * size);
+    return Array.from(canvas.getContext("2d").getImageData(x, y, 1, 1).data.slice(0, 3));
+}"""
+
+
+def open_diff(page: Any, url: str, kind: str) -> None:
+    page.goto(url)
+    page.get_by_role("gridcell").first.wait_for()
+    page.evaluate(f"location.hash = '#/diff?with={kind}&scale=lin'")
+    page.get_by_role("heading", name="Compare two runs").wait_for()
+
+
+def compare(page: Any) -> None:
+    page.get_by_role("button", name="Compare", exact=True).click()
+    page.get_by_test_id("diff-change").wait_for(timeout=60_000)
+
+
+def test_what_changes_behind_an_ablated_head_is_shown_with_exact_numbers(page: Any):
+    model = sample_model()
+    net, trace = model.get_model(), model.get_trace()
+    ids = {name: torch.tensor([list(rows[0].ids)]) for name, rows in trace.streams.items()}
+    with hw.ablate(net, [("encoder.0.attention", 2)]):
+        after = hw.trace(net, {"source": ids["source"], "x": ids["text"]}, log=lambda _: None)
+    with served(model) as url:
+        open_diff(page, url, "ablated")
+        page.get_by_text("No head is ablated.").wait_for()
+        page.get_by_role("link", name="Lab").click()
+        page.get_by_role("switch", name="E0 H2").click()
+        page.get_by_role("link", name="Diff").click()
+        compare(page)
+        page.get_by_role("gridcell", name=re.compile("^E1 H4")).click()
+        page.get_by_role("heading", name="Head E1 H4").wait_for()
+        before, edited = (one.head_weights("encoder.1.attention", 4) for one in (trace, after))
+        change = edited - before
+        query, key = np.unravel_index(np.abs(change).argmax(), change.shape)
+        assert abs(change[query, key]) > 0.05
+        page.wait_for_timeout(500)
+        red, _, blue = page.evaluate(CELL, ["change", int(query), int(key), len(change)])
+        assert (blue > red) == (change[query, key] > 0)  # blue is more, orange less
+        box = page.get_by_test_id("diff-change").locator("canvas").bounding_box()
+        page.mouse.move(
+            box["x"] + (key + 0.5) / len(change) * box["width"], box["y"] + (query + 0.5) / len(change) * box["height"]
+        )
+        page.get_by_test_id("diff-exact").wait_for()
+        numbers = page.get_by_test_id("diff-exact").locator("b").inner_text()
+        assert abs(float(numbers.replace("−", "-")) - change[query, key]) < 0.006
+        assert page.get_by_role("gridcell", name=re.compile("^E0 H0.* 0.00$")).count() == 1  # nothing before it changes
+
+
+def test_another_text_is_aligned_and_the_map_shows_the_divergence(page: Any):
+    with served(sample_model()) as url:
+        open_diff(page, url, "text")
+        page.get_by_role("textbox").first.fill("<zh>12,345,678.95 dollars")
+        compare(page)
+        page.get_by_text("16 aligned tokens, of 16 in the open text and 16 in the other").wait_for()
+        replaced = page.locator(".pair-row .replaced")
+        assert replaced.first.inner_text().split() == ["0", "5"]
+        page.get_by_role("link", name="Map").click()
+        wait_until(page, "[...document.querySelectorAll('select')].some((one) => one.value === 'divergence')")
+        page.get_by_role("link", name="Diff").click()
+        page.keyboard.press("ArrowDown")
+        assert page.get_by_test_id("diff-change").is_visible()
+
+
+def test_another_model_is_compared_by_its_name(page: Any, tmp_path: Path):
+    gpt = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
+    one, other = (hw.build(hw.families.read_model_spec(gpt), seed=seed).eval() for seed in (0, 1))
+    ids = torch.arange(9)[None]
+    hw.trace(other, ids, log=lambda _: None).save(tmp_path / "tuned.trace")
+    opened = OpenModel(
+        hw.trace(one, ids, capture=hw.Capture(extra=("v",)), log=lambda _: None),
+        one,
+        other=str(tmp_path / "tuned.trace"),
+    )
+    with served(opened) as url:
+        open_diff(page, url, "text")
+        page.get_by_role("button", name="tuned.trace").click()
+        compare(page)
+        page.get_by_text("9 aligned tokens").wait_for()
+        assert page.locator("table.data tbody tr").count() == 6
+        assert "with=other" in page.url
