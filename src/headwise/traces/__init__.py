@@ -5,8 +5,10 @@ In reading order:
 - `attention_record`: what a trace stores per attention layer and call, and how weights are recomputed from it;
   masks in compact form.
 - `attention_trace`: `Trace`, one whole run: weights, head outputs, tiles and thumbnails.
+- `query_key_map`: the queries and keys of one head as points on a plane.
 - `head_steps`: the computation of one head for one query, step by step, as far as a trace holds it.
 - `trace_comparison`: which heads attend differently in two traces, over tokens aligned with each other.
+- `token_grouping`: a trace with subwords merged into words, special tokens or the first token left out.
 - `trace_file`: the file format, safetensors with a JSON document and a checksum.
 - `import_export`: traces of weights from elsewhere; weights as CSV, JSON or NPZ.
 """
@@ -14,6 +16,7 @@ In reading order:
 from .attention_record import AttentionCallRecord, AttentionRecord, PackedMask, TokenRow
 from .attention_trace import Trace
 from .import_export import trace_from_weights
+from .token_grouping import TokenGrouping, group_tokens
 from .trace_comparison import TraceComparison, compare_traces
 from .trace_file import load_trace
 
@@ -21,10 +24,12 @@ __all__ = [
     "AttentionCallRecord",
     "AttentionRecord",
     "PackedMask",
+    "TokenGrouping",
     "TokenRow",
     "Trace",
     "TraceComparison",
     "compare_traces",
+    "group_tokens",
     "load_trace",
     "trace_from_weights",
 ]

@@ -22,7 +22,6 @@ from .weight_summaries import make_edges
 if TYPE_CHECKING:
     from torch import nn
 
-STREAMS = ("text", "source")
 KINDS = ("text", "ablated", "other")
 SIGNED_ZERO, SIGNED_ONE = 128, 127  # 8-bit code of a difference of 0, and codes for a difference of 1
 
@@ -47,7 +46,7 @@ def compare_attention(model: OpenModel, arguments: Mapping[str, Any], progress: 
     `with` is "text" (the same model on `text`, and `source` or the open one), "ablated" (the open text without `heads`)
     or "other" (the open text in the model or trace that the page was started with, or that was pruned on it).
     """
-    kind, first = str(arguments.get("with")), model.get_trace()
+    kind, first = str(arguments.get("with")), model.get_recorded()
     if kind not in KINDS:
         raise ValueError(f"cannot compare with {kind!r}; use one of {', '.join(KINDS)}")
     kept: dict[str, list[int]] = {}
@@ -83,7 +82,7 @@ def _trace_ablated(model: OpenModel, arguments: Mapping[str, Any], progress: Job
     progress(0, 1, "running the model without the heads")
     net = model.get_model()
     with patch(net, LabRuns(model).make_patches(heads)):
-        return _trace_ids(net, model.get_trace())
+        return _trace_ids(net, model.get_recorded())
 
 
 def _trace_ids(net: nn.Module, first: Trace) -> Trace:
@@ -107,7 +106,7 @@ def _trace_other(model: OpenModel, progress: JobProgress) -> tuple[str, Trace, d
     removed = read_pruned_heads(model.other)
     kept = {
         layer.name: [head for head in range(layer.heads) if head not in removed[layer.name]]
-        for layer in model.get_trace().layers
+        for layer in model.get_recorded().layers
         if layer.name in removed
     }
     progress(1, 2, f"running {name}")
@@ -118,12 +117,11 @@ def _trace_same_text(model: OpenModel, other: nn.Module) -> Trace:
     """The open text in another model: tokenized by that model, or the open token ids where the text was generated."""
     from ..inspect.model_inputs import get_tokenizer_documents
 
-    first = model.get_trace()
+    first = model.get_recorded()
     streams = {name: rows[0] for name, rows in first.streams.items() if rows}
     if all(row.text for row in streams.values()):
-        return capture_trace(
-            other, *(streams[name].text if name in streams else "" for name in STREAMS), model.max_tokens
-        )
+        texts = {name: row.text for name, row in streams.items()}
+        return capture_trace(other, texts.get("text", ""), texts.get("source", ""), model.max_tokens)
     if model.has_model and get_tokenizer_documents(model.get_model()) != get_tokenizer_documents(other):
         raise ValueError("the other model has another tokenizer, and the open text was generated; enter a text first")
     return _trace_ids(other, first)

@@ -119,7 +119,7 @@ def _encode_measures(view: OpenModel, kind: str, scope: ExportScope) -> Iterator
 
 
 def _encode_trace(view: OpenModel, kind: str, scope: ExportScope) -> Iterator[bytes]:
-    yield from (bytes(piece) for piece in encode_trace(view.get_trace()))
+    yield from (bytes(piece) for piece in encode_trace(view.get_recorded()))
 
 
 def _encode_page(view: OpenModel, kind: str, scope: ExportScope) -> Iterator[bytes]:

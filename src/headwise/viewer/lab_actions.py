@@ -104,7 +104,7 @@ def _loss_by_position(model: OpenModel, outputs: Outputs) -> list[float]:
 
     from ..head_analysis.objectives import detect_head_objective
 
-    ids = list(model.get_trace().streams["text"][0].ids) if "text" in model.get_trace().streams else []
+    ids = list(model.get_recorded().streams["text"][0].ids) if "text" in model.get_recorded().streams else []
     is_causal = outputs.are_logits and detect_head_objective(model.get_model()) != "masked-token"
     if not is_causal or len(ids) < 2:
         return []
@@ -214,7 +214,7 @@ def sweep_heads(model: OpenModel, arguments: Mapping[str, Any], progress: JobPro
     before = runs.all_heads()
     heads = [AblatedHead(*key, mode, scale) for key in choose_heads(model, runs, arguments, read_limit(arguments))]
     patches, loss = runs.make_patches(heads, options), _loss(model, before)
-    names = [layer.name for layer in model.get_trace().layers]
+    names = [layer.name for layer in model.get_recorded().layers]
     changes: list[list[Any]] = []
     for number, (site, head, _, _) in enumerate(heads):
         progress(number, len(heads), f"{site} {head}")
@@ -253,7 +253,7 @@ def remove_greedily(model: OpenModel, arguments: Mapping[str, Any], progress: Jo
     heads = choose_heads(model, runs, arguments, read_limit(arguments))
     curve = _CumulativeCurve(text, heads, count_curve_runs(len(heads), ranking), progress)
     order = curve.ranked_once() if ranking == "once" else curve.ranked_every_time()
-    names = [layer.name for layer in model.get_trace().layers]
+    names = [layer.name for layer in model.get_recorded().layers]
     return {
         "objective": objective.name,
         "baseline": float(text.value(text.run.baseline_outputs)),

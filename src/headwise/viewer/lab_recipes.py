@@ -45,7 +45,7 @@ def format_python(model: OpenModel, heads: Sequence[AblatedHead], options: Ablat
     if not heads:
         return ""
     net, patches = model.get_model(), _format_patches(heads, options)
-    names, streams = id_arguments(net), model.get_trace().streams
+    names, streams = id_arguments(net), model.get_recorded().streams
     ids = {names[stream]: list(rows[0].ids) for stream, rows in streams.items() if stream in names}
     lines = ["import torch", "import headwise as hw"]
     if any(head.mode == "zero" for head in heads):
@@ -115,7 +115,7 @@ def _group_by_tokens(
     model: OpenModel, heads: Sequence[AblatedHead], options: AblationOptions
 ) -> list[tuple[tuple[int, ...], list[AblatedHead]]]:
     """The heads by the tokens at which they are ablated; () is all tokens."""
-    trace = model.get_trace()
+    trace = model.get_recorded()
     groups: dict[tuple[int, ...], list[AblatedHead]] = {}
     for head in heads:
         tokens = options.tokens.get(trace.get_layer(head.site).query_stream, ())

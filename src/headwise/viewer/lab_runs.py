@@ -43,7 +43,7 @@ class Outputs(NamedTuple):
 
 def read_options(model: OpenModel, arguments: Mapping[str, Any]) -> AblationOptions:
     """Read `tokens` {stream: [positions]}, `resampleText` and `seed` of a job."""
-    streams, seed = model.get_trace().streams, arguments.get("seed", 0)
+    streams, seed = model.get_recorded().streams, arguments.get("seed", 0)
     if type(seed) is not int or not 0 <= seed < MAX_SEED:
         raise ValueError(f"seed={seed!r} is no seed; give an integer in 0..{MAX_SEED - 1}")
     entries = arguments.get("tokens") or {}
@@ -88,7 +88,7 @@ def open_inputs(model: OpenModel) -> ModelInputs:
     from ..inspect.model_inputs import prepare_inputs
 
     net = model.get_model()
-    return prepare_inputs(net, id_inputs(net, model.get_trace()), 0)
+    return prepare_inputs(net, id_inputs(net, model.get_recorded()), 0)
 
 
 class LabRuns:
@@ -101,7 +101,7 @@ class LabRuns:
         from ..head_analysis.importance_methods import make_forward
         from ..inspect.attention_sites import find_attention
 
-        self.net, self.inputs, self.trace = model.get_model(), open_inputs(model), model.get_trace()
+        self.net, self.inputs, self.trace = model.get_model(), open_inputs(model), model.get_recorded()
         self.modules: list[SiteModule] = [one for one in find_attention(self.net) if one.site.ablate.possible]
         self.forward = make_forward(self.net, self.modules, self.inputs)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ..traces.token_grouping import TokenGrouping
 from .model_worker import JobFunction, JobProgress
 from .open_model import CAPTURE_BUDGET, AblatedHead, OpenModel, Progress
 
@@ -58,6 +59,16 @@ def capture_text(model: OpenModel, arguments: Mapping[str, Any], progress: JobPr
         raise ValueError("the text is empty; enter at least one word")
     check_text_length(model, arguments)
     model.set_trace(capture_trace(net, text, source, model.max_tokens, progress))
+    return {"revision": model.revision}
+
+
+def group_shown_tokens(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
+    """Merge subwords into words, leave special tokens or the first token out, or show all tokens again."""
+    names = ("words", "special", "first")
+    if wrong := [name for name in names if not isinstance(arguments.get(name, False), bool)]:
+        raise ValueError(f"{wrong[0]}={arguments[wrong[0]]!r} is neither true nor false; give one of them")
+    progress(0, 1, "merging tokens")
+    model.set_grouping(TokenGrouping(**{name: arguments.get(name, False) for name in names}))
     return {"revision": model.revision}
 
 
@@ -119,7 +130,7 @@ def make_examples(model: OpenModel, arguments: Mapping[str, Any]) -> list[Exampl
             source, _, target = str(text).partition("\t")
             reader.add_text(source, target)
     else:
-        streams = model.get_trace().streams
+        streams = model.get_recorded().streams
         text = streams["text"][0].text or " ".join(streams["text"][0].words)
         if "source" in streams:
             reader.add_text(streams["source"][0].text or " ".join(streams["source"][0].words), text)
@@ -161,4 +172,4 @@ def _untested(measure: Measure) -> Measure:
     return measure._replace(low=math.nan, high=math.nan, rows=measure.rows / 2, p=math.nan)
 
 
-JOB_KINDS: dict[str, JobFunction] = {"text": capture_text, "measure": measure}
+JOB_KINDS: dict[str, JobFunction] = {"text": capture_text, "measure": measure, "group": group_shown_tokens}

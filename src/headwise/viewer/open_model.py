@@ -6,7 +6,7 @@ import copy
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..traces.attention_trace import THUMBNAIL_SIZE, Trace
+from ..traces.token_grouping import TokenGrouping, group_tokens
 from ..traces.trace_comparison import TraceComparison
 from .view_document import describe_measures, describe_trace, make_file_stem
 from .weight_summaries import (
@@ -78,6 +79,7 @@ class OpenModel:
     model as it was named on the command line, "" for other models. `texts` are lines to start the screens with that
     need several texts. `pruned` are the heads that were removed from each site before, in the numbers that they had.
     `other` is the model or trace to compare with, "" for none, and `comparison` the last comparison of the trace.
+    While tokens are merged or left out by `grouping`, `trace` is that view of the trace that was `recorded`.
     """
 
     trace: Trace | None = None
@@ -95,6 +97,8 @@ class OpenModel:
     pruned: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
     other: str = ""
     comparison: TraceComparison | None = None
+    grouping: TokenGrouping = field(default_factory=TokenGrouping)
+    recorded: Trace | None = None
     _changing: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
     _loading: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
     _origin: OpenModel | None = field(default=None, init=False, repr=False, compare=False)
@@ -156,6 +160,7 @@ class OpenModel:
             "fileStem": make_file_stem(self.name),
             "texts": list(self.texts),
             "other": Path(self.other).name,
+            "grouping": asdict(self.grouping),
             "ablated": [
                 {"site": site_names.index(head.site), "head": head.head, "mode": head.mode, "scale": head.scale}
                 for head in self.ablated
@@ -190,6 +195,10 @@ class OpenModel:
         if self.trace is None:
             raise ValueError("no text has been captured yet; enter a text first")
         return self.trace
+
+    def get_recorded(self) -> Trace:
+        """The open trace with the tokens of the model, whatever grouping is shown."""
+        return self.get_trace() if self.recorded is None else self.recorded
 
     def site_name(self, number: int) -> str:
         """The name of the site with this number; raises ValueError if there is none."""
@@ -330,12 +339,24 @@ class OpenModel:
         """Show another trace; measures and the comparison of the former one are dropped."""
         with self._changing:
             self.trace, self.table, self.comparison = trace, None, None
+            self.grouping, self.recorded = TokenGrouping(), None
+            self.revision += 1
+
+    def set_grouping(self, grouping: TokenGrouping) -> None:
+        """Merge tokens or leave some out in everything that is shown; measures and jobs keep to the recorded tokens."""
+        recorded = self.get_recorded()
+        shown = group_tokens(recorded, grouping).with_thumbnails() if grouping.changes_anything else recorded
+        with self._changing:
+            if recorded is not (self.recorded or self.trace):
+                raise ValueError("another text was opened meanwhile; try again")
+            self.trace, self.grouping = shown, grouping
+            self.recorded = recorded if grouping.changes_anything else None
             self.revision += 1
 
     def set_comparison(self, comparison: TraceComparison, trace: Trace) -> None:
         """Keep a comparison of the open trace; raises ValueError if another trace was opened meanwhile."""
         with self._changing:
-            if self.trace is not None and self.trace.layers is not trace.layers:
+            if self.get_recorded().layers is not trace.layers:
                 raise ValueError("another text was opened meanwhile; compare again")
             self.comparison = comparison
 

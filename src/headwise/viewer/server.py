@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from ..errors import SpecError
 from ..traces.head_steps import HeadPlace
+from ..traces.query_key_map import map_queries_and_keys
 from .binary_answers import encode_marginals, encode_measures, encode_thumbnails, encode_tile
 from .comparison_actions import compare_attention, exact_pair, pool_difference
 from .cost_actions import compute_cost
@@ -108,6 +109,7 @@ class ViewServer:
             Route("/api/peak", self._answer(self._peak)),
             Route("/api/measures", self._answer(self._measures)),
             Route("/api/steps", self._answer(self._steps)),
+            Route("/api/points", self._answer(self._points)),
             Route("/api/difference", self._answer(self._difference)),
             Route("/api/difference/pair", self._answer(self._difference_pair)),
             Route("/api/export", self._answer(self._export)),
@@ -219,11 +221,16 @@ class ViewServer:
 
     def _steps(self, view: OpenModel, query: Query) -> Response:
         site, head = self._head(view, query)
-        layer = view.get_trace().get_layer(site)
+        layer = view.get_recorded().get_layer(site)
         number = query.integer("query", 0, layer.num_queries - 1)
         row = query.integer("row", 0, layer.batch_size - 1, 0)
         key = query.integer("key", 0, layer.num_keys - 1, 0) if "key" in query.parameters else None
         return binary_response(encode_steps(*find_steps(view, HeadPlace(site, head, number, row), key)))
+
+    def _points(self, view: OpenModel, query: Query) -> Response:
+        """The queries and keys of a head as points on the plane of their largest variance."""
+        found = map_queries_and_keys(view.get_trace(), *self._head(view, query))
+        return binary_response(encode_arrays({"queries": found.queries, "keys": found.keys}, share=found.share))
 
     def _difference(self, view: OpenModel, query: Query) -> Response:
         """One head in both traces of the last comparison, over the aligned tokens."""
@@ -234,7 +241,7 @@ class ViewServer:
     def _difference_pair(self, view: OpenModel, query: Query) -> Response:
         """The exact weights of both traces for the aligned pair number `query` and number `key`."""
         site, head = self._head(view, query)
-        comparison, layer = view.get_comparison(), view.get_trace().get_layer(site)
+        comparison, layer = view.get_comparison(), view.get_recorded().get_layer(site)
         counts = [len(comparison.alignments[name].first) for name in (layer.query_stream, layer.key_stream)]
         place = query.integer("query", 0, counts[0] - 1), query.integer("key", 0, counts[1] - 1)
         return binary_response(encode_arrays({"weights": exact_pair(comparison, site, head, place)}))

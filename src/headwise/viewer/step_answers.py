@@ -32,14 +32,14 @@ ONLY_TRACE = "only a trace is open; start `headwise view` with the model"
 def find_steps(view: OpenModel, place: HeadPlace, key: int | None = None) -> tuple[HeadSteps, str]:
     """The steps of a head for a query, and why some are missing; the vectors of `key` are among those shown."""
     if not view.has_model:
-        return recorded_steps(view.get_trace(), place, key), ONLY_TRACE
+        return recorded_steps(view.get_recorded(), place, key), ONLY_TRACE
     model = view.get_model()
     try:
         native = _native_copy(model)
         note = "" if native is model else f"computed in a headwise copy of {type(model).__name__}; the weights agree"
         return _steps_of_model(view, native, place, key), note
     except (ValueError, IndexError, KeyError, NotImplementedError) as error:  # what a trace holds is still true
-        return recorded_steps(view.get_trace(), place, key), str(error)
+        return recorded_steps(view.get_recorded(), place, key), str(error)
 
 
 def _native_copy(model: nn.Module) -> Transformer:
@@ -65,7 +65,7 @@ def _steps_of_model(view: OpenModel, model: Transformer, place: HeadPlace, key: 
 
     from ..head_analysis.model_steps import model_steps
 
-    trace = view.get_trace()
+    trace = view.get_recorded()
     layer = trace.get_layer(place.site)
     device = next(model.parameters()).device
     ids = {name: np.array(rows[place.row].ids, np.int64) for name, rows in trace.streams.items() if rows}

@@ -166,7 +166,7 @@ def read_texts(net: Transformer, model: OpenModel, arguments: Mapping[str, Any])
 
 def read_open_text(model: OpenModel) -> str:
     """The open text as a line of texts; a source and its target are separated by a tab."""
-    streams = model.get_trace().streams
+    streams = model.get_recorded().streams
     texts = [row.text or " ".join(row.words) for name in ("source", "text") for row in streams.get(name, ())[:1]]
     return "\t".join(" ".join(text.split()) for text in texts)
 

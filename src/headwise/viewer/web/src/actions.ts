@@ -1,9 +1,9 @@
 // What the page can do to the model and the selection; used by buttons, keys and commands alike.
 
 import { batch, computed, signal, type Signal } from "@preact/signals";
-import { doc, firstHeads, generation, headCount, headName, isAblated, loadDocument, measures, pinned, runJob, selectedHead, selectedSite, selectedToken, sites, type MeasureTable } from "./state";
+import { doc, firstHeads, generation, headCount, headName, isAblated, lens, loadDocument, matrixView, measures, pinned, runJob, selectedHead, selectedSite, selectedToken, sites, type MeasureTable } from "./state";
 import { announcement } from "./state";
-import type { AblatedHead } from "./source";
+import type { AblatedHead, Grouping } from "./source";
 import { t } from "./i18n";
 
 export async function measureHeads(): Promise<void> {
@@ -52,6 +52,20 @@ export async function runText(text: string, source: string): Promise<boolean> {
   }
   return result !== null;
 }
+
+/** Merge subwords into words, or leave special tokens or the first token out, in everything that is shown. */
+export async function groupTokens(grouping: Grouping): Promise<void> {
+  if (!(await runJob("group", { ...grouping }))) return;
+  batch(() => {
+    selectedToken.value = null;
+    matrixView.value = null;
+    lens.value = "weight";
+  });
+  await loadDocument();
+}
+
+/** Whether tokens are merged or left out. */
+export const isGrouped = computed(() => Object.values(doc.value?.grouping ?? {}).some(Boolean));
 
 /** Continue the open text by some tokens, and show the first new one. */
 export async function generateText(count: number): Promise<void> {

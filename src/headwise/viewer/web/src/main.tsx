@@ -2,12 +2,12 @@
 
 import { signal } from "@preact/signals";
 import { render, type ComponentType, type JSX } from "preact";
-import { measureHeads, toggleAblated, togglePin } from "./actions";
+import { groupTokens, isGrouped, measureHeads, toggleAblated, togglePin } from "./actions";
 import { watchTheme } from "./canvas/colors";
 import { ErrorNote } from "./components/basics";
 import { CommandBox, KeySheet, TextDialog } from "./components/overlays";
 import { Shell } from "./components/shell";
-import { t } from "./i18n";
+import { t, type TextKey } from "./i18n";
 import { announcement, doc, isLoaded, loadDocument, loadError, measures, moveHead, overlay, screen, selectedToken, showsTable, source, startHash, type ScreenId } from "./state";
 import { HeadScreen } from "./screens/head";
 import { MapScreen } from "./screens/map";
@@ -27,8 +27,22 @@ const LAZY: Partial<Record<ScreenId, () => Promise<ComponentType>>> = {
 const loaded = signal<Partial<Record<ScreenId, ComponentType>>>({ map: MapScreen, head: HeadScreen });
 const AVAILABLE: ScreenId[] = ["open", "map", "head", "text", "classify", "similarity", "lab", "prune", "steps", "diff", "cost"];
 
+/** Screens that work with the tokens of the model. */
+const NEED_TOKENS: ScreenId[] = ["lab", "steps", "diff"];
+
 function CurrentScreen(): JSX.Element {
   const id = screen.value;
+  if (isGrouped.value && NEED_TOKENS.includes(id)) {
+    return (
+      <div class="note">
+        <h1>{t(`screen.${id}` as TextKey)}</h1>
+        <p class="grow">{t("tokens.needed")}</p>
+        <button class="btn primary" type="button" onClick={() => void groupTokens({ words: false, special: false, first: false })}>
+          {t("tokens.showAll")}
+        </button>
+      </div>
+    );
+  }
   const Screen = loaded.value[id];
   if (Screen) return <Screen />;
   void LAZY[id]?.().then((component) => (loaded.value = { ...loaded.value, [id]: component }));

@@ -36,6 +36,12 @@ export interface Site {
   abilities: Record<"observe" | "ablate" | "prune" | "convert", Ability>;
 }
 
+export interface Grouping {
+  words: boolean;
+  special: boolean;
+  first: boolean;
+}
+
 export interface AblatedHead {
   site: number;
   head: number;
@@ -61,6 +67,8 @@ export interface ViewDocument {
   texts: string[];
   /** The name of the model or trace to compare with; "" for none. */
   other: string;
+  /** Which tokens are merged or left out in everything that is shown. */
+  grouping: Grouping;
   ablated: AblatedHead[];
   capabilities: Record<"text" | "measure" | "ablate" | "write", Ability>;
 }

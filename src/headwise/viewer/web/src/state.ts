@@ -25,7 +25,7 @@ export const selectedSite = signal(0);
 export const selectedHead = signal(0);
 export const selectedToken = signal<number | null>(null);
 export const cellMode = signal("thumbnail"); // "thumbnail", "class" or a measure
-export const headForm = signal<"matrix" | "lines" | "arcs">("matrix");
+export const headForm = signal<"matrix" | "lines" | "arcs" | "points">("matrix");
 export const lens = signal<Lens>("weight");
 export const scale = signal<Scale>("sqrt");
 export const sortHeads = signal("index");
@@ -43,6 +43,10 @@ export const textMode = signal<"one" | "set" | "two">("one");
 export const secondHead = signal(""); // "site.head", the other of two heads
 /** Classes that the user gave to heads, as "site.head=name". */
 export const ownClasses = signal<string[]>([]);
+/** Lines, arcs and lists leave out pairs below this share of the largest weight. */
+export const leastShare = signal(0.02);
+/** Tokens of the Text screen whose weights are added to those of the kept one. */
+export const addedTokens = signal<number[]>([]);
 /** What the Diff screen compares the open text with. */
 export const DIFF_KINDS = ["text", "ablated", "other"] as const;
 export type DiffKind = (typeof DIFF_KINDS)[number];
@@ -240,7 +244,7 @@ const HASH_FIELDS: [string, { value: unknown }, (text: string) => unknown][] = [
   ["head", selectedHead, toNumber],
   ["position", selectedToken, (text) => (text === "" ? null : toNumber(text))],
   ["cells", cellMode, (text) => text],
-  ["form", headForm, oneOf(["matrix", "lines", "arcs"])],
+  ["form", headForm, oneOf(["matrix", "lines", "arcs", "points"])],
   ["lens", lens, oneOf([...LENSES])],
   ["scale", scale, oneOf([...SCALES])],
   ["sort", sortHeads, (text) => text],
@@ -255,6 +259,8 @@ const HASH_FIELDS: [string, { value: unknown }, (text: string) => unknown][] = [
   ["heads", textMode, oneOf(["one", "set", "two"])],
   ["second", secondHead, (text) => text],
   ["classes", ownClasses, (text) => text.split(",").filter(Boolean)],
+  ["least", leastShare, (text) => Math.min(Math.max(Number.parseFloat(text) || 0, 0), 1)],
+  ["add", addedTokens, (text) => text.split(",").filter(Boolean).map(toNumber)],
   ["with", diffKind, oneOf([...DIFF_KINDS])],
   ["theme", theme, oneOf(["", "light", "dark"])],
 ];

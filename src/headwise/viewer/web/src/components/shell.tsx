@@ -121,6 +121,7 @@ const JOB_TEXTS: Record<string, TextKey> = {
   generate: "job.generate",
   "lab-plan": "job.labPlan",
   compare: "job.compare",
+  group: "job.group",
   cost: "job.cost",
   prune: "job.prune",
   convert: "job.convert",

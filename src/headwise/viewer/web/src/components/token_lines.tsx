@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import { cssRamp, rampPosition, themeVersion } from "../canvas/colors";
 import { format, t } from "../i18n";
 import type { Site } from "../source";
-import { scale, selectedToken } from "../state";
+import { leastShare, scale, selectedToken } from "../state";
 import { DataTable } from "./data_table";
 import { cellSpan, type TileState } from "./head_data";
 import { streamWords, visibleToken } from "./tokens";
@@ -74,7 +74,7 @@ export function TokenLines({ item, tile, arcs }: { item: Site; tile: TileState |
   const queryWords = streamWords(item.queryStream);
   const keyWords = streamWords(item.keyStream);
   void themeVersion.value;
-  const pairs = tile ? tilePairs(tile, 0.02 * tile.scale) : [];
+  const pairs = tile ? tilePairs(tile, Math.max(leastShare.value, 1 / 255) * tile.scale) : [];
   const focus = selectedToken.value;
   if (arcs) {
     const width = queryWords.length * ARCS.step;

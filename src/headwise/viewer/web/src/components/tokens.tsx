@@ -1,8 +1,9 @@
 // Tokens as text: control, bidirectional and zero-width characters are shown as visible signs.
 
 import type { JSX } from "preact";
-import { t } from "../i18n";
-import { doc, selectedToken, site } from "../state";
+import { groupTokens } from "../actions";
+import { t, type TextKey } from "../i18n";
+import { doc, selectedToken, site, source } from "../state";
 
 const VISIBLE: Record<string, string> = { " ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍", "Ġ": "␣", "▁": "␣", "Ċ": "⏎" };
 
@@ -21,6 +22,30 @@ export function isSpecial(word: string): boolean {
 
 export function streamWords(stream: string, row = 0): string[] {
   return doc.value?.streams[stream]?.[row]?.words ?? [];
+}
+
+const SWITCHES = ["words", "special", "first"] as const;
+
+/** Switches that merge tokens or leave some out; a file shows the tokens that were shown when it was written. */
+function GroupingSwitches(): JSX.Element | null {
+  const grouping = doc.value?.grouping;
+  if (!source.isLive || !grouping || !doc.value?.sites.length) return null;
+  return (
+    <span class="row nw grouping" role="group" aria-label={t("tokens.grouping")}>
+      {SWITCHES.map((name) => (
+        <button
+          key={name}
+          type="button"
+          class="btn quiet"
+          aria-pressed={grouping[name]}
+          title={t(`tokens.${name}Hint` as TextKey)}
+          onClick={() => void groupTokens({ ...grouping, [name]: !grouping[name] })}
+        >
+          {t(`tokens.${name}` as TextKey)}
+        </button>
+      ))}
+    </span>
+  );
 }
 
 /** The docked strip: the tokens of the queries of the selected head. */
@@ -55,6 +80,7 @@ export function TokenStrip(): JSX.Element {
           </span>
         ))}
       </div>
+      <GroupingSwitches />
     </footer>
   );
 }

@@ -58,14 +58,19 @@ function mean(arrays: Float32Array[]): Float32Array {
   return total;
 }
 
+function sum(arrays: Float32Array[]): Float32Array {
+  return mean(arrays).map((value) => value * arrays.length);
+}
+
 async function fetchMean(heads: HeadPair[], path: (where: string) => string, signal: AbortSignal): Promise<Float32Array> {
   const answers = await Promise.all(heads.map(([site, head]) => source.fetchArrays(path(`site=${site}&head=${head}`), signal)));
   return mean(answers.map((answer) => answer.arrays["weights"]!.data as Float32Array));
 }
 
-export async function fetchWeights(heads: HeadPair[], query: number | null, key: number | null, signal: AbortSignal): Promise<Weights> {
+/** The weights of some queries, added, on all keys; and those of all queries on a key. */
+export async function fetchWeights(heads: HeadPair[], queries: number[], key: number | null, signal: AbortSignal): Promise<Weights> {
   const [to, from] = await Promise.all([
-    query === null ? null : fetchMean(heads, (where) => `row?${where}&query=${query}&lens=weight`, signal),
+    queries.length ? Promise.all(queries.map((query) => fetchMean(heads, (where) => `row?${where}&query=${query}&lens=weight`, signal))).then(sum) : null,
     key === null ? null : fetchMean(heads, (where) => `column?${where}&key=${key}`, signal),
   ]);
   return { to, from };

@@ -7,7 +7,7 @@ import { arcPath, ARCS, LINES, linePath, pairOpacity, tilePairs } from "../compo
 import { streamWords, visibleToken } from "../components/tokens";
 import { format, t, type TextKey } from "../i18n";
 import type { Site } from "../source";
-import { headForm, headName, lens, scale, selectedHead, selectedSite, doc } from "../state";
+import { leastShare, headForm, headName, lens, scale, selectedHead, selectedSite, doc } from "../state";
 import { element, FONT, makeFigure, MONO, printable, shorten, textElement, textWidth, type Figure } from "./svg";
 
 const SIDE = 600; // of a matrix without labels
@@ -200,7 +200,7 @@ function drawPairs(item: Site, tile: TileState, words: Words, arcs: boolean): Fi
   const height = arcs ? ARCS.height(words.queries.length) + 28 : Math.max(words.queries.length, words.keys.length) * LINES.line + 8;
   const width = arcs ? words.queries.length * ARCS.step : LINES.width;
   const style = { "font-family": MONO, "font-size": 13 };
-  const paths = tilePairs(tile, 0.02 * tile.scale).map((pair) =>
+  const paths = tilePairs(tile, Math.max(leastShare.value, 1 / 255) * tile.scale).map((pair) =>
     element("path", { d: arcs ? arcPath(pair, words.queries.length) : linePath(pair), fill: "none", "stroke-width": 2, stroke: cssRamp(0.85), "stroke-opacity": pairOpacity(pair, tile) }),
   );
   const texts = arcs

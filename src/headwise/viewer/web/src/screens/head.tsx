@@ -6,11 +6,12 @@ import { ErrorNote, Panel, Ramp, Segmented, Select, TableButton } from "../compo
 import { MAX_CELLS, useHeadData, type HeadData, type Pointed } from "../components/head_data";
 import { Minimap, OffsetProfile, PatchPanel, RowPanel } from "../components/head_panels";
 import { Matrix } from "../components/matrix";
+import { QueryKeyPoints } from "../components/query_key_points";
 import { StrongestPairs, TokenLines } from "../components/token_lines";
 import { streamWords, visibleToken } from "../components/tokens";
 import { format, t, type TextKey } from "../i18n";
 import type { Site } from "../source";
-import { headForm, headName, LENSES, lens, matrixView, rowMarginal, scale, SCALES, selectedHead, selectedSite, showsTable, site, type Lens } from "../state";
+import { headForm, headName, leastShare, LENSES, lens, matrixView, rowMarginal, scale, SCALES, selectedHead, selectedSite, showsTable, site, type Lens } from "../state";
 
 const MAX_LINE_TOKENS = 64;
 
@@ -30,6 +31,8 @@ export function HeadScreen(): JSX.Element {
         <Panel footer={<CellFooter item={item} pointed={pointed} data={data} />}>
           {showsTable.value ? (
             <StrongestPairs item={item} tile={data.tile.value} />
+          ) : form === "points" ? (
+            <QueryKeyPoints item={item} />
           ) : form !== "matrix" && tokens <= MAX_LINE_TOKENS ? (
             <TokenLines item={item} tile={data.tile.value} arcs={form === "arcs" && item.queryStream === item.keyStream} />
           ) : (
@@ -62,10 +65,17 @@ function Toolbar({ item }: { item: Site }): JSX.Element {
           ["matrix", t("head.matrix")],
           ["lines", t("head.lines")],
           ["arcs", t("head.arcs")],
+          ["points", t("head.points")],
         ]}
         onChange={(value) => (headForm.value = value)}
       />
       {item.hasValues && <Select label={t("head.lens")} value={lens.value} options={LENSES.map((name): [Lens, string] => [name, t(`lens.${name}` as TextKey)])} onChange={(value) => (lens.value = value)} />}
+      {(headForm.value === "lines" || headForm.value === "arcs") && !showsTable.value && (
+        <label class="picker range">
+          <span>{t("head.least", { share: Math.round(leastShare.value * 100) })}</span>
+          <input type="range" min="0" max="0.9" step="0.01" value={leastShare.value} onInput={(event) => (leastShare.value = Number(event.currentTarget.value))} />
+        </label>
+      )}
       <Select label={t("scale.label")} value={scale.value} options={SCALES.map((name) => [name, t(`scale.${name}` as TextKey)] as const)} onChange={(value) => (scale.value = value)} />
       <Select
         label={t("head.rows")}

@@ -14,7 +14,7 @@ import { fetchMeanTile, fetchWeights, NO_WEIGHTS, otherHeads, shownGroups, stron
 import { MOST_LINES, VoiceLines } from "../components/voice_lines";
 import { format, t, type TextKey } from "../i18n";
 import type { Site } from "../source";
-import { doc, generation, headName, job, scale, secondHead, selectedSite, selectedToken, site, sites, source, textMode } from "../state";
+import { addedTokens, doc, generation, headName, job, scale, secondHead, selectedSite, selectedToken, site, sites, source, textMode } from "../state";
 
 const LISTED = 6; // keys and queries in the lists
 
@@ -46,8 +46,9 @@ export function TextScreen(): JSX.Element {
   useSignalEffect(() => {
     const place = site.value && pointed.value && readPlace(site.value, pointed.value);
     const abort = new AbortController();
+    const queries = place && place.query !== null ? [place.query, ...addedTo(place.query)] : [];
     if (!place) weights.value = shownGroups().map(() => NO_WEIGHTS);
-    else Promise.all(shownGroups().map((heads) => fetchWeights(heads, place.query, place.key, abort.signal))).then((found) => (weights.value = found), () => null);
+    else Promise.all(shownGroups().map((heads) => fetchWeights(heads, queries, place.key, abort.signal))).then((found) => (weights.value = found), () => null);
     return () => abort.abort();
   });
   if (!item) return <p class="t3">{t("open.none")}</p>;
@@ -60,6 +61,22 @@ export function TextScreen(): JSX.Element {
       </div>
     </>
   );
+}
+
+/** The other tokens whose weights are added to those of a token, while it is the kept one. */
+function addedTo(query: number): number[] {
+  const count = site.value?.numQueries ?? 0;
+  return query === selectedToken.value ? addedTokens.value.filter((token) => token !== query && token < count) : [];
+}
+
+/** A click keeps a token, or releases it; with shift it adds the token to the kept one, or takes it away. */
+function keepToken(index: number, isShift: boolean): void {
+  if (isShift && selectedToken.value !== null && index !== selectedToken.value) {
+    addedTokens.value = addedTokens.value.includes(index) ? addedTokens.value.filter((token) => token !== index) : [...addedTokens.value, index];
+    return;
+  }
+  addedTokens.value = [];
+  selectedToken.value = selectedToken.value === index ? null : index;
 }
 
 /** The pointed token as a query and as a key of a layer, where it is one. */
@@ -134,7 +151,7 @@ function TextBody(props: { item: Site; shown: Shown; pointed: { stream: string; 
           {shown.weights.map(({ to, from }, number) => (
             <Panel key={number} title={groups[number] ? groupName(groups[number]!) : ""} class={isTwo ? `hue-panel-${number === 0 ? "a" : "b"}` : ""}>
               <div class={item.queryStream === item.keyStream ? "two" : ""}>
-                {place?.query !== null && <TopList title={place ? t("text.toOf", { token: visibleToken(queryWords[place.query!] ?? "") }) : t("text.attends")} words={keyWords} values={to} />}
+                {place?.query !== null && <TopList title={place ? t(addedTo(place.query!).length ? "text.toSum" : "text.toOf", { token: [place.query!, ...addedTo(place.query!)].map((query) => visibleToken(queryWords[query] ?? "")).join(" + ") }) : t("text.attends")} words={keyWords} values={to} />}
                 {place && place.key !== null && <TopList title={t("text.fromOf", { token: visibleToken(keyWords[place.key] ?? "") })} words={queryWords} values={from} />}
               </div>
             </Panel>
@@ -231,10 +248,10 @@ function Chips(props: { stream: string; canKeep: boolean; upper: Float32Array | 
           key={index}
           type="button"
           class={`chip ${isSpecial(word) ? "special" : ""} ${props.pointed === index ? "pointed" : ""} ${index >= made ? "generated" : ""}`}
-          aria-pressed={props.canKeep ? selectedToken.value === index : undefined}
+          aria-pressed={props.canKeep ? selectedToken.value === index || (selectedToken.value !== null && addedTokens.value.includes(index)) : undefined}
           onMouseEnter={() => props.onHover(index)}
           onFocus={() => props.onHover(index)}
-          onClick={() => props.canKeep && (selectedToken.value = selectedToken.value === index ? null : index)}
+          onClick={(event) => props.canKeep && keepToken(index, event.shiftKey)}
         >
           {visibleToken(word)}
         </button>

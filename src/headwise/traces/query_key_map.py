@@ -1,0 +1,48 @@
+"""The queries and keys of one head as points on a plane: near points of both kinds have large scores."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .attention_record import Array
+from .attention_trace import Trace
+
+
+class QueryKeyMap(NamedTuple):
+    """Points [queries, 2] and [keys, 2], and the share of the variance of all vectors that the plane holds."""
+
+    queries: Array
+    keys: Array
+    share: float
+
+
+def map_queries_and_keys(trace: Trace, site: str | int, head: int, *, row: int = 0) -> QueryKeyMap:
+    """The first two principal components of the queries and keys of a head, after rotation.
+
+    The mean of each kind is subtracted: adding a vector to all keys changes no attention weight. Both kinds are scaled
+    to the same mean length, so that one kind does not shrink to a point.
+    """
+    layer = trace.get_layer(site)
+    if not {"q", "k"} <= set(layer.arrays):
+        raise ValueError(f"the queries and keys of {layer.name} were not recorded; show the tokens of the model")
+    if not 0 <= head < layer.heads:
+        raise ValueError(f"{layer.name} has no head {head}; give one in 0..{layer.heads - 1}")
+    queries = layer.arrays["q"][row, : layer.num_queries, head].astype(np.float64)
+    keys = layer.arrays["k"][row, : layer.num_keys, layer.kv_head_of_query[head]].astype(np.float64)
+    queries, keys = (_normalise_lengths(vectors - vectors.mean(0)) for vectors in (queries, keys))
+    stacked = np.concatenate([queries, keys])
+    _, sizes, directions = np.linalg.svd(stacked, full_matrices=False)
+    plane = directions[:2]
+    plane = plane * np.sign(plane[np.arange(len(plane)), np.abs(plane).argmax(1)])[:, None]  # one of the two signs
+    points = stacked @ plane.T
+    points = np.pad(points, ((0, 0), (0, 2 - points.shape[1])))  # a head of one channel has one component
+    total = float((sizes**2).sum())
+    share = float((sizes[:2] ** 2).sum() / total) if total > 0 else 1.0
+    return QueryKeyMap(points[: len(queries)].astype(np.float32), points[len(queries) :].astype(np.float32), share)
+
+
+def _normalise_lengths(vectors: Array) -> Array:
+    length = np.linalg.norm(vectors, axis=1).mean()
+    return vectors / length if length > 0 else vectors

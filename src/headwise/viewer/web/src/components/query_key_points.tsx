@@ -1,0 +1,121 @@
+// The queries and keys of the selected head as points on a plane, with lines from the chosen query to its strongest keys.
+
+import { useSignal, useSignalEffect } from "@preact/signals";
+import type { JSX } from "preact";
+import { format, t } from "../i18n";
+import type { Site } from "../source";
+import { doc, selectedHead, selectedSite, selectedToken, source } from "../state";
+import { streamWords, visibleToken } from "./tokens";
+
+const SIDE = 640;
+const MARGIN = 48;
+const LABELLED = 80; // points that are labelled; more would cover each other
+const STRONGEST = 5;
+
+interface Points {
+  queries: Float32Array;
+  keys: Float32Array;
+  share: number;
+}
+
+export function QueryKeyPoints({ item }: { item: Site }): JSX.Element {
+  const points = useSignal<Points | null>(null);
+  const isMissing = useSignal(false);
+  const hovered = useSignal<number | null>(null);
+  const weights = useSignal<Float32Array | null>(null);
+  const chosen = hovered.value ?? (selectedToken.value !== null && selectedToken.value < item.numQueries ? selectedToken.value : null);
+  useSignalEffect(() => {
+    void doc.value?.revision;
+    const abort = new AbortController();
+    source
+      .fetchArrays(`points?site=${selectedSite.value}&head=${selectedHead.value}`, abort.signal)
+      .then(({ arrays, fields }) => {
+        isMissing.value = false;
+        points.value = { queries: arrays["queries"]!.data as Float32Array, keys: arrays["keys"]!.data as Float32Array, share: fields["share"] };
+      })
+      .catch(() => !abort.signal.aborted && (isMissing.value = true));
+    return () => abort.abort();
+  });
+  useSignalEffect(() => {
+    const query = hovered.value ?? selectedToken.value;
+    weights.value = null;
+    if (query === null || query >= item.numQueries) return;
+    const abort = new AbortController();
+    source.fetchArrays(`row?site=${selectedSite.value}&head=${selectedHead.value}&query=${query}&lens=weight`, abort.signal).then(
+      ({ arrays }) => (weights.value = arrays["weights"]!.data as Float32Array),
+      () => null,
+    );
+    return () => abort.abort();
+  });
+  const shown = points.value;
+  if (isMissing.value) return <p class="note">{t("points.none")}</p>;
+  if (!shown) return <p class="t3">{t("state.loading")}</p>;
+  const place = makePlace(shown);
+  const [queryWords, keyWords] = [streamWords(item.queryStream), streamWords(item.keyStream)];
+  const isLabelled = queryWords.length + keyWords.length <= LABELLED;
+  const strongest = chosen !== null && weights.value ? strongestKeys(weights.value) : [];
+  const at = (values: Float32Array, index: number) => place(values[index * 2]!, values[index * 2 + 1]!);
+  const label = (kind: "query" | "key", word: string, index: number) => `${t(`points.${kind}`)} ${index} ${visibleToken(word)}`;
+  return (
+    <div class="points">
+      <p class="sm t3">
+        {t("points.hint")} {t("points.share", { share: Math.round(shown.share * 100) })}
+      </p>
+      <svg viewBox={`0 0 ${SIDE} ${SIDE}`} role="img" aria-label={t("points.label")}>
+        {strongest.map(({ key, weight }) => {
+          const [from, to] = [at(shown.queries, chosen!), at(shown.keys, key)];
+          return <line key={key} class="pull" x1={from[0]} y1={from[1]} x2={to[0]} y2={to[1]} stroke-opacity={0.25 + 0.75 * weight} />;
+        })}
+        {keyWords.map((word, key) => {
+          const [x, y] = at(shown.keys, key);
+          return (
+            <g key={`k${key}`}>
+              <title>{label("key", word, key)}</title>
+              <rect class="key-point" x={x - 4} y={y - 4} width="8" height="8" />
+              {(isLabelled || strongest.some((pair) => pair.key === key)) && (
+                <text class="key-word" x={x + 7} y={y + 4}>
+                  {visibleToken(word)}
+                </text>
+              )}
+            </g>
+          );
+        })}
+        {queryWords.map((word, query) => {
+          const [x, y] = at(shown.queries, query);
+          return (
+            <g key={`q${query}`} onMouseEnter={() => (hovered.value = query)} onMouseLeave={() => (hovered.value = null)} onClick={() => (selectedToken.value = selectedToken.value === query ? null : query)}>
+              <title>{label("query", word, query)}</title>
+              <circle class={`query-point ${chosen === query ? "chosen" : ""}`} cx={x} cy={y} r={chosen === query ? 7 : 5} />
+              {(isLabelled || chosen === query) && (
+                <text class="query-word" x={x - 8} y={y + 4} text-anchor="end">
+                  {visibleToken(word)}
+                </text>
+              )}
+            </g>
+          );
+        })}
+      </svg>
+      <p class="sm" aria-live="polite" data-testid="points-keys">
+        {strongest.map(({ key, weight }) => `${visibleToken(keyWords[key] ?? "")} ${format(weight)}`).join(" · ")}
+      </p>
+    </div>
+  );
+}
+
+/** Maps the plane to the drawing, with equal scales on both axes. */
+function makePlace({ queries, keys }: Points): (x: number, y: number) => [number, number] {
+  const values = [...queries, ...keys];
+  const side = (start: number) => values.filter((_, index) => index % 2 === start);
+  const [xs, ys] = [side(0), side(1)];
+  const bounds = (axis: number[]) => [axis.reduce((a, b) => Math.min(a, b), Infinity), axis.reduce((a, b) => Math.max(a, b), -Infinity)] as const;
+  const [[left, right], [low, high]] = [bounds(xs), bounds(ys)];
+  const scale = (SIDE - 2 * MARGIN) / Math.max(right - left, high - low, 1e-9);
+  return (x, y) => [SIDE / 2 + (x - (left + right) / 2) * scale, SIDE / 2 - (y - (low + high) / 2) * scale];
+}
+
+function strongestKeys(weights: Float32Array): { key: number; weight: number }[] {
+  return Array.from(weights, (weight, key) => ({ key, weight }))
+    .sort((a, b) => b.weight - a.weight)
+    .slice(0, STRONGEST)
+    .filter(({ weight }) => weight > 0.01);
+}

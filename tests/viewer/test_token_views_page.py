@@ -1,0 +1,116 @@
+"""Views with other tokens in a browser: hidden and merged tokens, several queries added, a threshold, points."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from headwise.traces import TokenGrouping, group_tokens
+from headwise.traces.query_key_map import map_queries_and_keys
+from headwise.viewer.model_actions import group_shown_tokens
+from headwise.viewer.model_worker import Job, JobProgress
+from headwise.viewer.open_model import OpenModel
+from support.page_browser import sample_model, served, wait_until
+
+GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
+
+
+def open_head(page: Any, url: str, fields: str) -> None:
+    page.goto(url)
+    page.get_by_role("gridcell").first.wait_for()
+    page.evaluate(f"location.hash = '#/head?{fields}'")
+    page.get_by_role("heading", name="Head E").wait_for()
+
+
+def test_hidden_tokens_leave_every_view_and_the_rest_is_divided_by_its_sum(page: Any):
+    model = sample_model()
+    trace = model.get_trace()
+    words = trace.streams["source"][0].words
+    weights = trace.head_weights("encoder.1.attention", 3)[4, 1:]
+    with served(model) as url:
+        open_head(page, url, "site=1&head=3&position=3")
+        page.get_by_role("button", name="hide special").click()
+        wait_until(page, f"document.querySelectorAll('.toks .tok').length === {len(words) - 1}")
+        page.get_by_role("option", name=words[4], exact=True).first.click()
+        wanted = np.sort(weights / weights.sum())[::-1][:3]
+        wait_until(page, f"document.querySelector('.head-lay').textContent.includes('{wanted[0]:.4g}')")
+        page.get_by_role("link", name="Steps").click()
+        page.get_by_text("This screen works with the tokens of the model.").wait_for()
+        page.get_by_role("button", name="Show all tokens").click()
+        wait_until(page, f"document.querySelectorAll('.toks .tok').length === {len(words)}")
+        page.get_by_role("heading", name="E1 H3").first.wait_for()
+
+
+def test_tokens_kept_together_show_the_sum_of_their_weights(page: Any):
+    model = sample_model()
+    rows = model.get_trace().head_weights("encoder.0.attention", 2)
+    with served(model) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        page.evaluate("location.hash = '#/text?site=0&head=2'")
+        page.locator(".chip").nth(3).click()
+        page.locator(".chip").nth(5).click(modifiers=["Shift"])
+        page.mouse.move(5, 5)
+        page.get_by_text("attend to (sum)").wait_for()
+        wanted = np.sort(rows[3] + rows[5])[::-1][0]
+        wait_until(page, f"document.querySelector('.finder').textContent.includes('{wanted:.2f}')")
+        assert "add=5" in page.url
+
+
+def test_a_threshold_leaves_only_strong_pairs(page: Any):
+    model = sample_model()
+    weights = model.get_trace().head_weights("encoder.0.attention", 2)
+    with served(model) as url:
+        open_head(page, url, "head=2&form=arcs&least=0.5")
+        wanted = int((np.ceil(weights * 255 - 1e-4) / 255 >= 0.5).sum())
+        wait_until(page, f"document.querySelectorAll('.lines path').length === {wanted}")
+        page.get_by_text("pairs from 50 % of the largest").wait_for()
+
+
+def test_points_lie_where_the_queries_and_keys_are(page: Any):
+    model = sample_model()
+    found = map_queries_and_keys(model.get_trace(), "encoder.1.attention", 3)
+    with served(model) as url:
+        open_head(page, url, "site=1&head=3&form=points&position=4")
+        page.locator(".query-point").first.wait_for()
+        places = page.locator(".query-point").evaluate_all(
+            "all => all.map((c) => [+c.getAttribute('cx'), +c.getAttribute('cy')])"
+        )
+        drawn, wanted = np.array(places), found.queries * [1, -1]
+        scale = np.ptp(drawn[:, 0]) / np.ptp(wanted[:, 0])
+        np.testing.assert_allclose(drawn - drawn[0], (wanted - wanted[0]) * scale, atol=1e-2)
+        assert f"{round(found.share * 100)} %" in page.locator(".points p").first.inner_text()
+        best = model.get_trace().head_weights("encoder.1.attention", 3)[4].max()
+        wait_until(page, f"document.querySelector('[data-testid=points-keys]').textContent.includes('{best:.2f}')")
+
+
+# --- the job ---------------------------------------------------------------------------------------------
+
+
+def group(model: OpenModel, **arguments: Any) -> None:
+    group_shown_tokens(model, arguments, JobProgress(Job("group", arguments)))
+
+
+def test_grouping_keeps_the_recorded_trace_for_the_model() -> None:
+    net = hw.build(hw.families.read_model_spec(GPT), seed=0).eval()
+    ids = torch.randint(0, 40, (1, 11), generator=torch.Generator().manual_seed(0))
+    model = OpenModel(hw.trace(net, ids, capture=hw.Capture(extra=("v",)), log=lambda _: None), net)
+    recorded, revision = model.get_trace(), model.revision
+    group(model, first=True)
+    site = recorded.layers[1].name
+    wanted = group_tokens(recorded, TokenGrouping(first=True)).head_weights(site, 2)
+    np.testing.assert_array_equal(model.get_trace().head_weights(site, 2), wanted)
+    assert model.get_recorded() is recorded
+    assert model.revision > revision
+    assert model.describe()["grouping"] == {"words": False, "special": False, "first": True}
+    group(model, words=True)  # from the recorded tokens, not from those that were shown
+    assert len(model.get_trace().streams["text"][0].words) == 11
+    group(model)
+    assert model.get_trace() is recorded
+    assert model.recorded is None
+    with pytest.raises(ValueError, match="words=1 is neither true nor false"):
+        group(model, words=1)
