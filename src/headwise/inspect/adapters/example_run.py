@@ -8,7 +8,7 @@ objects as long as they live; copies of a module have none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
@@ -22,13 +22,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ..hooks import (
     AttentionCall,
     AttentionInputs,
-    MethodPatch,
     SiteAdapter,
     SiteModule,
     WeightsOnlyCall,
     get_hooks,
     run_output_hooks,
 )
+from ..method_patches import ForwardFunction, SharedPatch
 from ..site import Ability
 from . import module_tracer
 from .module_tracer import AttentionTracer, TracedAttention
@@ -68,17 +68,17 @@ class TracedAdapter(SiteAdapter):
     def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
         for path, module, layout in _known_layouts(model):
             if not layout.reason:
-                module_tracer.override_forward(module, _run_traced)
                 sizes = HeadSizes(layout.num_heads, layout.num_kv_heads, layout.head_dim)
                 ability = module_tracer.hook_ability(module)
                 yield SiteModule(
                     make_site(path, module, sizes, pattern=layout.pattern, observe=ability, ablate=ability),
                     module,
                     self,
+                    overrides=(TracedForward(module, layout.num_heads),),
                 )
 
-    def patches(self) -> list[MethodPatch]:
-        return module_tracer.make_patches(_run_traced)
+    def patches(self) -> Sequence[SharedPatch]:
+        return ()
 
 
 class UnclearTraceAdapter(SiteAdapter):
@@ -95,8 +95,8 @@ class UnclearTraceAdapter(SiteAdapter):
                     self,
                 )
 
-    def patches(self) -> list[MethodPatch]:
-        return []
+    def patches(self) -> Sequence[SharedPatch]:
+        return ()
 
 
 def _known_layouts(model: nn.Module) -> Iterator[tuple[str, nn.Module, AttentionLayout]]:
@@ -108,30 +108,36 @@ def _known_layouts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Attention
             yield path, module, _LAYOUTS[module]
 
 
-def _run_traced(
-    module: nn.Module, run: module_tracer.ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+@dataclass(frozen=True)
+class TracedForward:
     """Forward of a hooked module; it must compute attention once, with the same heads as when it was traced."""
-    hooks = get_hooks(module)
-    if not hooks:
-        return run(*args, **kwargs)
-    heads, num_traced = _LAYOUTS[module].num_heads, 0
 
-    def on_attention(traced: TracedAttention) -> Tensor | None:
-        nonlocal num_traced
-        num_traced += 1
-        if traced.call is None or traced.z_BTHV is None or traced.z_BTHV.shape[2] != heads or num_traced > 1:
-            raise ValueError(f"{type(module).__name__} {_CHANGED_LAYOUT}")
-        for hook in hooks:
-            if hook.needs_call:
-                hook.on_call(traced.call)
-        return run_output_hooks(hooks, traced.z_BTHV)
+    module: nn.Module
+    num_heads: int
 
-    with AttentionTracer(on_attention):
-        result = run(*args, **kwargs)
-    if not num_traced:
-        raise ValueError(f"{type(module).__name__} {_CHANGED_LAYOUT}")
-    return result
+    def run_forward(self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module, and the hooks on the attention that it computes."""
+        hooks = get_hooks(self.module)
+        if not hooks:
+            return run(*args, **kwargs)
+        num_traced = 0
+
+        def on_attention(traced: TracedAttention) -> Tensor | None:
+            nonlocal num_traced
+            num_traced += 1
+            z_BTHV = traced.z_BTHV
+            if traced.call is None or z_BTHV is None or z_BTHV.shape[2] != self.num_heads or num_traced > 1:
+                raise ValueError(f"{type(self.module).__name__} {_CHANGED_LAYOUT}")
+            for hook in hooks:
+                if hook.needs_call:
+                    hook.on_call(traced.call)
+            return run_output_hooks(hooks, z_BTHV)
+
+        with AttentionTracer(on_attention):
+            result = run(*args, **kwargs)
+        if not num_traced:
+            raise ValueError(f"{type(self.module).__name__} {_CHANGED_LAYOUT}")
+        return result
 
 
 _CHANGED_LAYOUT = (

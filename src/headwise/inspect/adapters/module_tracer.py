@@ -1,67 +1,26 @@
-"""Override the forward of any module through one patch per class, and trace attention inside a forward."""
+"""Trace the attention that the forward of any module computes, by the torch functions that it calls."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..hooks import AttentionCall, AttentionInputs, MethodPatch, WeightsOnlyCall, has_hooks
+from ..hooks import AttentionCall, AttentionInputs, WeightsOnlyCall
 from ..site import POSSIBLE, Ability
 
-ForwardFunction = Callable[..., Any]
-ForwardOverride = Callable[[nn.Module, ForwardFunction, tuple[Any, ...], dict[str, Any]], Any]
-
-_OVERRIDES: WeakKeyDictionary[nn.Module, ForwardOverride] = WeakKeyDictionary()
-_FORWARD_PATCHES: dict[type, MethodPatch] = {}
-_RUNNING: ContextVar[tuple[nn.Module, ...]] = ContextVar("within", default=())
-
 INSTANCE_FORWARD = Ability(False, "its forward is set on the module itself, which hides that of its class; remove it")
-
-
-def override_forward(module: nn.Module, override: ForwardOverride) -> None:
-    """Replace the forward of a module by `override(module, run, args, kwargs)` while hooks are active."""
-    _OVERRIDES[module] = override
 
 
 def hook_ability(module: nn.Module) -> Ability:
     """Whether a module can be hooked: calling it must run the forward of its class."""
     return INSTANCE_FORWARD if "forward" in vars(module) else POSSIBLE
-
-
-def make_patches(override: ForwardOverride) -> list[MethodPatch]:
-    """Patches for the classes of all modules with this override."""
-    owners = {
-        _forward_owner(type(module)) for module, module_override in _OVERRIDES.items() if module_override is override
-    }
-    return [_FORWARD_PATCHES.setdefault(owner, MethodPatch(owner, "forward", _wrap_forward)) for owner in owners]
-
-
-def _forward_owner(module_type: type) -> type:
-    """The class that defines the forward; patching a subclass too would run the override twice."""
-    return next(cls for cls in module_type.__mro__ if "forward" in vars(cls))
-
-
-def _wrap_forward(original: ForwardFunction) -> ForwardFunction:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        override, running = (_OVERRIDES.get(self), _RUNNING.get()) if has_hooks() else (None, ())
-        if override is None or self in running:  # a super().forward() call inside this override
-            return original(self, *args, **kwargs)
-        token = _RUNNING.set((*running, self))
-        try:
-            return override(self, lambda *run_args, **run_kwargs: original(self, *run_args, **run_kwargs), args, kwargs)
-        finally:
-            _RUNNING.reset(token)
-
-    return forward
 
 
 # --- Trace attention while a module's own code runs ------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from inspect import signature, unwrap
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,13 +22,13 @@ from ..hooks import (
     AttentionCall,
     AttentionHook,
     HeadValues,
-    MethodPatch,
     SiteAdapter,
     SiteModule,
     WeightsOnlyCall,
     get_hooks,
     run_output_hooks,
 )
+from ..method_patches import ForwardFunction, SharedPatch
 from ..site import POSSIBLE, Ability, Site
 from . import module_tracer
 from .module_tracer import AttentionTracer, TracedAttention
@@ -284,7 +285,8 @@ OUTPUT_PROJECTION_NAMES = (
     "^output",
 )
 SOFTMAX_NAMES = ("softmax", "scaled_dot_product_attention")
-WEIGHTS_NOT_VISIBLE = Ability(False, "its code calls no softmax by name, so its weights cannot be traced")
+BY_A_RUN = "hw.sites(model, example) finds attention by a run"
+WEIGHTS_NOT_VISIBLE = Ability(False, f"its code calls no softmax by name, so its weights cannot be traced; {BY_A_RUN}")
 MISMATCH_REASON = "the input of its projection is not weights @ values"
 
 
@@ -296,8 +298,6 @@ class AttentionDeclaration(NamedTuple):
 
 
 _DECLARATIONS: WeakKeyDictionary[nn.Module, AttentionDeclaration] = WeakKeyDictionary()
-_HEADS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # projection -> number of heads
-_LAST: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()  # attention module -> its projection
 
 
 def declare(module: nn.Module, *, heads: int, output: str) -> None:
@@ -337,19 +337,20 @@ class OutputProjectionAdapter(SiteAdapter):
             if declaration is None:
                 continue
             projection = modules[_projection_path(path, declaration.output_name)]
-            _HEADS[projection], _LAST[module] = declaration.heads, projection
-            module_tracer.override_forward(projection, _run_projection)
-            module_tracer.override_forward(module, _run_attention)
             sizes = HeadSizes(declaration.heads, declaration.heads, get_input_width(projection) // declaration.heads)
             observe = module_tracer.hook_ability(module) if _names_softmax(module) else WEIGHTS_NOT_VISIBLE
             yield SiteModule(
                 make_site(path, module, sizes, observe=observe, ablate=module_tracer.hook_ability(projection)),
                 projection,
                 self,
+                overrides=(
+                    ProjectionForward(projection, declaration.heads),
+                    AttentionForward(module, projection, declaration.heads),
+                ),
             )
 
-    def patches(self) -> list[MethodPatch]:
-        return [*module_tracer.make_patches(_run_projection), *module_tracer.make_patches(_run_attention)]
+    def patches(self) -> Sequence[SharedPatch]:
+        return ()
 
 
 def _guess_declaration(path: str, module: nn.Module, modules: dict[str, nn.Module]) -> AttentionDeclaration | None:
@@ -442,7 +443,7 @@ class UnreadableCall:
 
     def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         """Raises with the reason."""
-        raise ValueError(f"cannot observe its weights: {self.reason}")
+        raise ValueError(f"cannot observe its weights: {self.reason}; {BY_A_RUN}")
 
     def allowed_pairs(self, queries: slice = slice(None)) -> Tensor:
         """Raises with the reason."""
@@ -450,7 +451,7 @@ class UnreadableCall:
 
     def head_values(self, head: int) -> HeadValues:
         """Raises with the reason."""
-        raise ValueError(f"cannot observe its weights: {self.reason}")
+        raise ValueError(f"cannot observe its weights: {self.reason}; {BY_A_RUN}")
 
 
 def _send_call(hooks: list[AttentionHook], call: AttentionCall) -> None:
@@ -462,44 +463,54 @@ def _equals(z_BTHV: Tensor | None, other: Tensor) -> bool:
     return z_BTHV is not None and z_BTHV.shape == other.shape and torch.equal(z_BTHV.to(other.dtype), other)
 
 
-def _run_attention(
-    module: nn.Module, run: module_tracer.ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Forward of an attention module; traces it if an observer needs its inputs."""
-    projection = _LAST[module]
-    session = TraceSession(projection)
-    if not session.observers:
-        return run(*args, **kwargs)
-    if is_banded(module):
-        result, call = run_banded(module, run, args, kwargs)
-        _send_call(session.observers, call)
+@dataclass(frozen=True)
+class AttentionForward:
+    """Forward of an attention module; traces it if an observer of its projection needs the inputs of the attention."""
+
+    module: nn.Module
+    projection: nn.Module
+    num_heads: int
+
+    def run_forward(self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module, and trace its attention."""
+        session = TraceSession(self.projection)
+        if not session.observers:
+            return run(*args, **kwargs)
+        if is_banded(self.module):
+            result, call = run_banded(self.module, run, args, kwargs)
+            _send_call(session.observers, call)
+            return result
+        token = _TRACE_SESSION.set(session)
+        try:
+            with AttentionTracer(session.record, self.num_heads):
+                result = run(*args, **kwargs)
+        finally:
+            _TRACE_SESSION.reset(token)
+        z = result[0] if isinstance(result, tuple) else result
+        if isinstance(z, Tensor) and z.shape[-1] == get_input_width(self.projection):  # the projection is a sibling
+            session.publish(_split_heads(z, self.num_heads))
         return result
-    token = _TRACE_SESSION.set(session)
-    try:
-        with AttentionTracer(session.record, _HEADS[projection]):
-            result = run(*args, **kwargs)
-    finally:
-        _TRACE_SESSION.reset(token)
-    z = result[0] if isinstance(result, tuple) else result
-    if isinstance(z, Tensor) and z.shape[-1] == get_input_width(projection):  # the projection is a sibling
-        session.publish(_split_heads(z, projection))
-    return result
 
 
-def _run_projection(
-    projection: nn.Module, run: module_tracer.ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Forward of an output projection; its input are the head outputs."""
-    hooks = get_hooks(projection)
-    if not hooks:
-        return run(*args, **kwargs)
-    z_BTHV = _split_heads(args[0], projection)
-    session = _TRACE_SESSION.get()
-    if session is not None and session.projection is projection:
-        session.publish(z_BTHV)
-    return run(run_output_hooks(hooks, z_BTHV).reshape(args[0].shape), *args[1:], **kwargs)
+@dataclass(frozen=True)
+class ProjectionForward:
+    """Forward of an output projection, whose input are the head outputs."""
+
+    module: nn.Module
+    num_heads: int
+
+    def run_forward(self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the hooks on the head outputs, and project what they return."""
+        hooks = get_hooks(self.module)
+        if not hooks:
+            return run(*args, **kwargs)
+        z_BTHV = _split_heads(args[0], self.num_heads)
+        session = _TRACE_SESSION.get()
+        if session is not None and session.projection is self.module:
+            session.publish(z_BTHV)
+        return run(run_output_hooks(hooks, z_BTHV).reshape(args[0].shape), *args[1:], **kwargs)
 
 
-def _split_heads(z: Tensor, projection: nn.Module) -> Tensor:
+def _split_heads(z: Tensor, num_heads: int) -> Tensor:
     """Input of a projection as [B, T, heads, head_dim]; it may have two token axes, or no batch axis."""
-    return z.reshape(z.shape[0] if z.dim() > 2 else 1, -1, _HEADS[projection], z.shape[-1] // _HEADS[projection])
+    return z.reshape(z.shape[0] if z.dim() > 2 else 1, -1, num_heads, z.shape[-1] // num_heads)
