@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ..generation.decoding_config import DecodingConfig
 from ..generation.generate import generate
 from ..models import Transformer
-from .method_patches import ForwardOverride, MethodPatch, SharedPatch, forward_patches, override_forwards
+from .method_patches import EAGER_STANCE, ForwardOverride, MethodPatch, SharedPatch, forward_patches, override_forwards
 from .model_inputs import ModelInputs
 from .site import Site
 
@@ -261,7 +261,7 @@ def install_hooks(
     for module, module_hooks in hooks.items():
         active[module] = (*active.get(module, ()), *module_hooks)
     with ExitStack() as stack:
-        for patch in (*patches, *forward_patches(overrides)):
+        for patch in (EAGER_STANCE, *patches, *forward_patches(overrides)):
             stack.enter_context(patch.active())
         stack.enter_context(override_forwards(overrides))
         token = _ACTIVE_HOOKS.set(active)

@@ -7,15 +7,17 @@ and other threads run the original forward.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
 from threading import Lock
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 
@@ -68,6 +70,23 @@ class MethodPatch(SharedPatch):
         else:
             setattr(self.owner, self.name, self._original)
 
+
+class EagerStance(SharedPatch):
+    """Runs compiled functions and modules without compilation, which would trace hooks; if any can exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.contexts = ExitStack()
+
+    def apply(self) -> None:
+        if "torch._dynamo" in sys.modules:  # importing it takes seconds
+            self.contexts.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def revert(self) -> None:
+        self.contexts.close()
+
+
+EAGER_STANCE = EagerStance()
 
 # --- Overrides of the forward of single modules -----------------------------------------------------------
 

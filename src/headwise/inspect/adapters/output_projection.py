@@ -31,6 +31,7 @@ from ..hooks import (
 from ..method_patches import ForwardFunction, SharedPatch
 from ..site import POSSIBLE, Ability, Site
 from . import module_tracer
+from .joint_axis import UNKNOWN_ORDER, JointAxis
 from .module_tracer import AttentionTracer, TracedAttention
 
 # --- Properties of a third-party module ----------------------------------------------------------------
@@ -482,7 +483,7 @@ class AttentionForward:
             return result
         token = _TRACE_SESSION.set(session)
         try:
-            with AttentionTracer(session.record, self.num_heads):
+            with AttentionTracer(session.record, JointAxis(self.num_heads, UNKNOWN_ORDER)):
                 result = run(*args, **kwargs)
         finally:
             _TRACE_SESSION.reset(token)
