@@ -33,13 +33,13 @@ from ..hooks import (
 from ..method_patches import ForwardFunction, SharedPatch
 from ..site import Ability
 from . import module_tracer
+from .declarations import get_declaration
 from .joint_axis import BATCH_FIRST, JointAxis, find_joint_axis
 from .module_tracer import AttentionTracer, TracedAttention
 from .output_projection import (
     NUM_HEADS_NAMES,
     UNKNOWN_PATTERN,
     HeadSizes,
-    is_declared,
     is_within,
     make_site,
     read_positive_int,
@@ -116,7 +116,7 @@ class UnclearTraceAdapter(SiteAdapter):
 def _known_layouts(model: nn.Module) -> Iterator[tuple[str, nn.Module, AttentionLayout]]:
     """Traced layouts of the modules of a model; declared modules take precedence and are skipped."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    declared = [path for path, module in modules.items() if is_declared(module)]
+    declared = [path for path, module in modules.items() if get_declaration(module) is not None]
     for path, module in modules.items():
         if module in _LAYOUTS and not any(is_within(path, other) or is_within(other, path) for other in declared):
             yield path, module, _LAYOUTS[module]

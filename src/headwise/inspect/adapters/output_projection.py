@@ -9,10 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature, unwrap
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from ..hooks import (
 from ..method_patches import ForwardFunction, SharedPatch
 from ..site import POSSIBLE, Ability, Site
 from . import module_tracer
+from .declarations import AttentionDeclaration, get_declaration, get_input_width
 from .joint_axis import UNKNOWN_ORDER, JointAxis
 from .module_tracer import AttentionTracer, TracedAttention
 
@@ -291,57 +291,22 @@ WEIGHTS_NOT_VISIBLE = Ability(False, f"its code calls no softmax by name, so its
 MISMATCH_REASON = "the input of its projection is not weights @ values"
 
 
-class AttentionDeclaration(NamedTuple):
-    """User declaration of a custom attention module: number of heads, and path of its output projection."""
-
-    heads: int
-    output_name: str
-
-
-_DECLARATIONS: WeakKeyDictionary[nn.Module, AttentionDeclaration] = WeakKeyDictionary()
-
-
-def declare(module: nn.Module, *, heads: int, output: str) -> None:
-    """Declare a module as attention with `heads` heads, whose output projection is its child `output`.
-
-    >>> import headwise as hw
-    >>> class Mine(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.mix, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
-    >>> net = nn.Sequential(Mine())
-    >>> hw.declare(net[0], heads=3, output="last")
-    >>> [(site.name, site.q, site.dim) for site in hw.sites(net)]
-    [('model.0.attention', 3, 2)]
-    """
-    children = dict(module.named_modules())
-    if output not in children or not get_input_width(children[output]):
-        raise ValueError(f"{type(module).__name__} has no projection {output!r}; name a child that is an nn.Linear")
-    if not isinstance(heads, int) or heads < 1 or get_input_width(children[output]) % heads:
-        width = get_input_width(children[output])
-        raise ValueError(f"heads={heads!r} does not divide the {width} input channels of {output}; give a divisor")
-    _DECLARATIONS[module] = AttentionDeclaration(heads, output)
-
-
-def is_declared(module: nn.Module) -> bool:
-    """Whether this module was declared with `declare`."""
-    return module in _DECLARATIONS
-
-
 class OutputProjectionAdapter(SiteAdapter):
     """Declared modules, and modules named "...Attention..." whose projection is found by name."""
 
     def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
         modules = dict(model.named_modules(remove_duplicate=False))
         for path, module in modules.items():
-            declaration = _DECLARATIONS.get(module) or _guess_declaration(path, module, modules)
+            declaration = get_declaration(module) or _guess_declaration(path, module, modules)
             if declaration is None:
                 continue
-            projection = modules[_projection_path(path, declaration.output_name)]
-            sizes = HeadSizes(declaration.heads, declaration.heads, get_input_width(projection) // declaration.heads)
+            projection, declared = modules[_projection_path(path, declaration.output_name)], declaration.projections
+            kv_heads = declared.num_kv_heads if declared is not None else declaration.heads
+            sizes = HeadSizes(declaration.heads, kv_heads, get_input_width(projection) // declaration.heads)
             observe = module_tracer.hook_ability(module) if _names_softmax(module) else WEIGHTS_NOT_VISIBLE
+            site = make_site(path, module, sizes, observe=observe, ablate=module_tracer.hook_ability(projection))
             yield SiteModule(
-                make_site(path, module, sizes, observe=observe, ablate=module_tracer.hook_ability(projection)),
+                site if declared is None else replace(site, prune=POSSIBLE),
                 projection,
                 self,
                 overrides=(
@@ -374,19 +339,6 @@ def _guess_declaration(path: str, module: nn.Module, modules: dict[str, nn.Modul
 def _projection_path(path: str, name: str) -> str:
     parent = path.rpartition(".")[0] if name.startswith("^") else path
     return f"{parent}.{name.removeprefix('^')}".removeprefix(".")
-
-
-def get_input_width(module: nn.Module) -> int:
-    """Number of input channels of a projection; 0 if the module is not a projection."""
-    in_features = getattr(module, "in_features", None)  # nn.Linear and its replacements
-    if isinstance(in_features, int):
-        return in_features
-    inner = getattr(module, "base_layer", None)  # wrappers such as LoRA layers
-    if isinstance(inner, nn.Module):
-        return get_input_width(inner)
-    weight = getattr(module, "weight", None)
-    # transformers' Conv1D (GPT-2) stores the transposed weight
-    return weight.shape[0] if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) else 0
 
 
 def _names_softmax(module: nn.Module) -> bool:
