@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .head_analysis.rank_analysis import measure_qk_spectra
     from .hub import export, load
     from .inspect.ablation import Noise, Resample, ablate, patch
-    from .inspect.adapters.output_projection import declare
+    from .inspect.adapters.declarations import AttentionSite, declare
     from .inspect.attention_sites import sites
     from .inspect.dataset_means import head_means, head_noise, head_outputs, offset_means
     from .inspect.trace_capture import Capture, trace
@@ -98,6 +98,7 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .spec.serialization import to_json, to_toml
     from .surgery.conversion import convert
     from .surgery.distillation import uptrain
+    from .surgery.module_pruning import prune_module
     from .surgery.pruning import prune
     from .surgery.verification.proof import prove
     from .surgery.weight_folding import fold_bias, fold_qk_transforms
@@ -151,7 +152,8 @@ _MODULE_OF_NAME = {
     "greedy_decode": "generation.decoding_strategies",
     "export": "hub",
     "sites": "inspect.attention_sites",
-    "declare": "inspect.adapters.output_projection",
+    "AttentionSite": "inspect.adapters.declarations",
+    "declare": "inspect.adapters.declarations",
     "ablate": "inspect.ablation",
     "patch": "inspect.ablation",
     "Resample": "inspect.ablation",
@@ -174,6 +176,7 @@ _MODULE_OF_NAME = {
     "measure_qk_spectra": "head_analysis.rank_analysis",
     "make_random_baseline": "head_analysis.random_baseline",
     "prune": "surgery.pruning",
+    "prune_module": "surgery.module_pruning",
     "prove": "surgery.verification.proof",
     "convert": "surgery.conversion",
     "uptrain": "surgery.distillation",

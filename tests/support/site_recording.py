@@ -34,7 +34,8 @@ def record_sites(model):
     attentions = find_attention(model)
     recorders = {one.site.name: InputRecorder() for one in attentions}
     patches = [stand for route in {one.adapter for one in attentions} for stand in route.patches()]
-    with install_hooks({one.module: (recorders[one.site.name],) for one in attentions}, patches):
+    overrides = [override for one in attentions for override in one.overrides]
+    with install_hooks({one.module: (recorders[one.site.name],) for one in attentions}, patches, overrides):
         yield recorders
 
 

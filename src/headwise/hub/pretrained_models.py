@@ -21,7 +21,7 @@ from ..errors import SpecError
 from ..families import get_weight_names, read_model_spec as described_by, write_config
 from ..families.weight_names import CheckpointPlan
 from ..files import TEMPORARY, sha256, write_atomically
-from ..inspect.attention_sites import unhookable_reason, unprunable_reason
+from ..inspect.attention_sites import compiled_part_reason, unhookable_reason, unprunable_reason
 from ..model_spec import ProcessorSpec
 from ..model_spec.serialization import MANIFEST_FILE, RECORD_FILE, TOKENIZER_FILE, SurgeryRecord, find_record
 from ..models import Transformer
@@ -198,7 +198,8 @@ def copy_live_model(model: nn.Module) -> Transformer:
     name, config = type(model).__name__, getattr(model, "config", None)
     if config is None or getattr(config, "model_type", None) is None:
         raise SpecError(f"{name} has no config with a model_type; give a transformers model, or its folder")
-    if reason := unhookable_reason(model, [model]) or unprunable_reason([model]):
+    compiled_part = compiled_part_reason(dict(model.named_modules()), "")
+    if reason := unhookable_reason(model, [model]) or compiled_part or unprunable_reason([model]):
         raise SpecError(f"{name} cannot be copied: {reason}")
     config_fields: dict[str, Any] = config.to_dict() | {"architectures": [name]}
     model_spec = described_by(config_fields)

@@ -88,7 +88,7 @@ def unhookable_reason(model: nn.Module, parts: Sequence[nn.Module]) -> str:
     """Why these modules of a model cannot be observed; "" if they can."""
     if isinstance(model, nn.DataParallel):
         return "its replicas run in separate threads; give model.module"
-    if _is_compiled(model):
+    if is_compiled(model):
         return "it is compiled, and compiled models cannot be observed; give the model from before torch.compile"
     if any(tensor.is_meta for part in parts for tensor in part.parameters()):
         return "its weights are on the meta device, where nothing is computed; load them"
@@ -100,7 +100,7 @@ def mark_unhookable(model: nn.Module, sites: Sequence[SiteModule]) -> Iterator[S
     modules = dict(model.named_modules(remove_duplicate=False))
     for site_module in sites:
         site, parts = site_module.site, [modules[site_module.site.path], site_module.module]
-        if reason := unhookable_reason(model, parts):
+        if reason := unhookable_reason(model, parts) or compiled_part_reason(modules, site.path):
             impossible = Ability(False, reason)
             site = replace(
                 site,
@@ -142,11 +142,21 @@ def _find_packed_weights(module: nn.Module) -> str:
     return ""
 
 
-def _is_compiled(model: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """True for torch.compile and TorchScript. Compares a class name, because importing torch._dynamo is slow."""
-    if type(model).__name__ == "OptimizedModule" or isinstance(model, torch.jit.ScriptModule):
+    if type(module).__name__ == "OptimizedModule" or isinstance(module, torch.jit.ScriptModule):
         return True
-    return any(module._compiled_call_impl is not None for module in model.modules())
+    is_decorated = getattr(type(module).forward, "_torchdynamo_orig_callable", None) is not None
+    return is_decorated or module._compiled_call_impl is not None
+
+
+def compiled_part_reason(modules: Mapping[str, nn.Module], path: str) -> str:
+    """Why the module at `path` cannot be observed: it is compiled, lies in a compiled module or contains one; or ""."""
+    for other, module in modules.items():
+        if (is_within(path, other) or is_within(other, path)) and is_compiled(module):
+            part = "it" if other == path else f"{other} ({type(module).__name__})"
+            return f"{part} is compiled, and compiled modules cannot be observed; compile it after the analysis"
+    return ""
 
 
 def find_layers_without_attention(model: nn.Module, sites: Sequence[Site]) -> list[str]:

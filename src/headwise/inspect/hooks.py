@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial, wraps
-from threading import Lock
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from ..generation.decoding_config import DecodingConfig
 from ..generation.generate import generate
 from ..models import Transformer
+from .method_patches import EAGER_STANCE, ForwardOverride, MethodPatch, SharedPatch, forward_patches, override_forwards
 from .model_inputs import ModelInputs
 from .site import Site
 
@@ -252,65 +252,18 @@ def run_output_hooks(hooks: Sequence[AttentionHook], outputs: Tensor) -> Tensor:
     return outputs
 
 
-class SharedPatch(ABC):
-    """Patch with a reference count: applied while at least one context uses it."""
-
-    def __init__(self) -> None:
-        self._holders, self._lock = 0, Lock()
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Context in which the patch is applied; the first to enter applies it, the last to leave reverts it."""
-        with self._lock:
-            if not self._holders:
-                self.apply()
-            self._holders += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._holders -= 1
-                if not self._holders:
-                    self.revert()
-
-    @abstractmethod
-    def apply(self) -> None:
-        """Apply the patch."""
-
-    @abstractmethod
-    def revert(self) -> None:
-        """Restore the original state."""
-
-
-class MethodPatch(SharedPatch):
-    """Replaces a method of a class by `wrapper(original)` while applied."""
-
-    def __init__(self, owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        super().__init__()
-        self.owner, self.name, self.wrapper = owner, name, wrapper
-        self._inherits = name not in vars(owner)
-        self._original: Callable[..., Any] = getattr(owner, name)
-
-    def apply(self) -> None:
-        self._original = getattr(self.owner, self.name)
-        setattr(self.owner, self.name, wraps(self._original)(self.wrapper(self._original)))
-
-    def revert(self) -> None:
-        if self._inherits:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self._original)
-
-
 @contextmanager
-def install_hooks(hooks: HooksByModule, patches: Sequence[SharedPatch]) -> Iterator[None]:
-    """Context in which these modules have these hooks, in addition to those already installed."""
+def install_hooks(
+    hooks: HooksByModule, patches: Sequence[SharedPatch], overrides: Sequence[ForwardOverride] = ()
+) -> Iterator[None]:
+    """Context in which these modules have these hooks and overrides, in addition to those already installed."""
     active = dict(_ACTIVE_HOOKS.get())
     for module, module_hooks in hooks.items():
         active[module] = (*active.get(module, ()), *module_hooks)
     with ExitStack() as stack:
-        for patch in patches:
+        for patch in (EAGER_STANCE, *patches, *forward_patches(overrides)):
             stack.enter_context(patch.active())
+        stack.enter_context(override_forwards(overrides))
         token = _ACTIVE_HOOKS.set(active)
         try:
             yield
@@ -325,6 +278,7 @@ class SiteModule(NamedTuple):
     """A site, the module that is hooked there, and its adapter.
 
     A module may serve several sites: this site is call number `call_index` of its `calls_per_forward` calls.
+    `overrides` replace the forward of modules while the site has hooks.
     """
 
     site: Site
@@ -332,10 +286,14 @@ class SiteModule(NamedTuple):
     adapter: SiteAdapter
     call_index: int = 0
     calls_per_forward: int = 1
+    overrides: tuple[ForwardOverride, ...] = ()
 
 
 class SiteAdapter(ABC):
-    """Base class of adapters: finds one kind of attention module and makes it observable."""
+    """Base class of adapters: finds one kind of attention module and makes it observable.
+
+    Finding changes nothing, because another adapter may be preferred for the same module.
+    """
 
     @abstractmethod
     def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
@@ -400,6 +358,7 @@ class SiteHooks:
         for hook in self.hook_of_module.values():
             self.modules_below.setdefault(hook.site, set())
         self.num_forwards, self.num_calls = Counter[nn.Module](), Counter[nn.Module]()
+        self.num_site_calls = Counter[nn.Module]()  # calls of the modules whose projections are hooked
 
     def begin_forward(self) -> Counter[nn.Module]:
         """Start a forward call: returns an empty counter of module calls; raises if a hooked module was replaced."""
@@ -422,6 +381,7 @@ class SiteHooks:
         for module in self.modules_below[root]:
             self.num_forwards[module] += 1
             hook, count = self.hook_of_module[module], calls[self.hook_of_module[module].site]
+            self.num_site_calls[module] += count
             if hook.calls_per_forward > 1 and count not in (0, hook.calls_per_forward):
                 raise ValueError(
                     f"{hook.name} is a module of {hook.calls_per_forward} depths, but ran {count} times in one "
@@ -431,11 +391,17 @@ class SiteHooks:
     def check_all_ran(self) -> None:
         """Raise if a hooked module never ran although a forward call that contains it did."""
         for module, hook in self.hook_of_module.items():
-            if self.num_forwards[module] and not self.num_calls[module]:
+            if not self.num_forwards[module] or self.num_calls[module]:
+                continue
+            if self.num_site_calls[module] and hook.site is not module:
                 raise ValueError(
-                    f"{hook.name} never ran, though its model did (forwards: {self.num_forwards[module]}), so its "
-                    "hook did nothing; name sites that this input reaches"
+                    f"{hook.name} ran, but its output projection never ran as a module, so its hook did nothing; call "
+                    "hw.sites(model, example), which finds attention without its projection"
                 )
+            raise ValueError(
+                f"{hook.name} never ran, though its model did (forwards: {self.num_forwards[module]}), so its "
+                "hook did nothing; name sites that this input reaches"
+            )
 
 
 class SiteHook:
@@ -498,7 +464,11 @@ def hook_sites(
     ]
     for adapter in site_hooks.adapters:
         patches += adapter.patches()
-    with install_hooks({module: (hook,) for module, hook in site_hooks.hook_of_module.items()}, patches):
+    overrides = [
+        override for site_module in sites if site_module.site.name in hooks for override in site_module.overrides
+    ]
+    hooks_by_module = {module: (hook,) for module, hook in site_hooks.hook_of_module.items()}
+    with install_hooks(hooks_by_module, patches, overrides):
         token = _RUNNING_FORWARDS.set({**_RUNNING_FORWARDS.get(), site_hooks: None})
         try:
             yield site_hooks

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ..cache import KVEntry
 from ..errors import SpecError, suggest
 from ..inspect.attention_sites import find_attention
-from ..inspect.hooks import AttentionCall, MethodPatch, get_hooks, install_hooks
+from ..inspect.hooks import AttentionCall, get_hooks, install_hooks
+from ..inspect.method_patches import MethodPatch
 from ..masking.sequence_info import SequenceInfo
 from ..nn.attention import Attention
 from ..nn.attention_call import AttentionCall as PlannedCall

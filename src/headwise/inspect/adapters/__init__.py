@@ -5,7 +5,8 @@ In order of precedence (`attention_sites.ADAPTERS`):
 - `native_attention`: `hw.Attention` layers, and `nn.MultiheadAttention`.
 - `transformers_interface`: modules that use transformers' attention interface (tried before `nn.MultiheadAttention`).
 - `example_run`: modules that computed attention while the model ran on an example.
-- `output_projection`: modules with an output projection that is found by name or declared.
+- `output_projection`: modules with an output projection that is found by name or declared (`declarations`).
 
-`module_tracer` traces attention inside the forward of any module.
+`module_tracer` traces attention inside the forward of any module; `joint_axis` splits an axis that joins batch and
+heads.
 """

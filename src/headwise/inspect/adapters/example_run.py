@@ -8,7 +8,8 @@ objects as long as they live; copies of a module have none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
@@ -22,21 +23,23 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ..hooks import (
     AttentionCall,
     AttentionInputs,
-    MethodPatch,
     SiteAdapter,
     SiteModule,
     WeightsOnlyCall,
     get_hooks,
+    install_hooks,
     run_output_hooks,
 )
+from ..method_patches import ForwardFunction, SharedPatch
 from ..site import Ability
 from . import module_tracer
+from .declarations import get_declaration
+from .joint_axis import BATCH_FIRST, JointAxis, find_joint_axis
 from .module_tracer import AttentionTracer, TracedAttention
 from .output_projection import (
     NUM_HEADS_NAMES,
     UNKNOWN_PATTERN,
     HeadSizes,
-    is_declared,
     is_within,
     make_site,
     read_positive_int,
@@ -47,16 +50,27 @@ SEVERAL_ATTENTIONS = (
 )
 NESTED_ATTENTION = "it computes attention, and so does a module within it"
 UNUSED_WEIGHTS = "no values are multiplied with the output of its softmax, so it is unknown what its weights apply to"
+UNKNOWN_JOINT_AXIS = (
+    "batch and heads share an axis of its attention tensors, and the example does not show which comes first, so heads "
+    "cannot be identified; give an example with two rows or more, or declare it with hw.declare"
+)
 
 
 class AttentionLayout(NamedTuple):
-    """Heads and pattern of a traced attention module; `reason` if its attention is not understood."""
+    """Heads and pattern of a traced attention module; `reason` if its attention is not understood.
+
+    `joint` is the size of an axis that joins batch and heads, and `joint_axis` how it is split. With `separate_heads`,
+    each head is computed by itself, and their outputs are concatenated.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     pattern: str
     reason: str = ""
+    joint: int = 0
+    joint_axis: JointAxis | None = None
+    separate_heads: bool = False
 
 
 _LAYOUTS: WeakKeyDictionary[nn.Module, AttentionLayout] = WeakKeyDictionary()
@@ -68,17 +82,17 @@ class TracedAdapter(SiteAdapter):
     def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
         for path, module, layout in _known_layouts(model):
             if not layout.reason:
-                module_tracer.override_forward(module, _run_traced)
                 sizes = HeadSizes(layout.num_heads, layout.num_kv_heads, layout.head_dim)
                 ability = module_tracer.hook_ability(module)
                 yield SiteModule(
                     make_site(path, module, sizes, pattern=layout.pattern, observe=ability, ablate=ability),
                     module,
                     self,
+                    overrides=((SeparateHeadsForward if layout.separate_heads else TracedForward)(module, layout),),
                 )
 
-    def patches(self) -> list[MethodPatch]:
-        return module_tracer.make_patches(_run_traced)
+    def patches(self) -> Sequence[SharedPatch]:
+        return ()
 
 
 class UnclearTraceAdapter(SiteAdapter):
@@ -95,43 +109,81 @@ class UnclearTraceAdapter(SiteAdapter):
                     self,
                 )
 
-    def patches(self) -> list[MethodPatch]:
-        return []
+    def patches(self) -> Sequence[SharedPatch]:
+        return ()
 
 
 def _known_layouts(model: nn.Module) -> Iterator[tuple[str, nn.Module, AttentionLayout]]:
     """Traced layouts of the modules of a model; declared modules take precedence and are skipped."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    declared = [path for path, module in modules.items() if is_declared(module)]
+    declared = [path for path, module in modules.items() if get_declaration(module) is not None]
     for path, module in modules.items():
         if module in _LAYOUTS and not any(is_within(path, other) or is_within(other, path) for other in declared):
             yield path, module, _LAYOUTS[module]
 
 
-def _run_traced(
-    module: nn.Module, run: module_tracer.ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+@dataclass(frozen=True)
+class TracedForward:
     """Forward of a hooked module; it must compute attention once, with the same heads as when it was traced."""
-    hooks = get_hooks(module)
-    if not hooks:
-        return run(*args, **kwargs)
-    heads, num_traced = _LAYOUTS[module].num_heads, 0
 
-    def on_attention(traced: TracedAttention) -> Tensor | None:
-        nonlocal num_traced
-        num_traced += 1
-        if traced.call is None or traced.z_BTHV is None or traced.z_BTHV.shape[2] != heads or num_traced > 1:
-            raise ValueError(f"{type(module).__name__} {_CHANGED_LAYOUT}")
-        for hook in hooks:
-            if hook.needs_call:
-                hook.on_call(traced.call)
-        return run_output_hooks(hooks, traced.z_BTHV)
+    module: nn.Module
+    layout: AttentionLayout
 
-    with AttentionTracer(on_attention):
-        result = run(*args, **kwargs)
-    if not num_traced:
-        raise ValueError(f"{type(module).__name__} {_CHANGED_LAYOUT}")
-    return result
+    def run_forward(self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module, and the hooks on the attention that it computes."""
+        hooks = get_hooks(self.module)
+        if not hooks:
+            return run(*args, **kwargs)
+        num_traced, heads = 0, self.layout.num_heads
+
+        def on_attention(traced: TracedAttention) -> Tensor | None:
+            nonlocal num_traced
+            num_traced += 1
+            z_BTHV = traced.z_BTHV
+            if traced.call is None or z_BTHV is None or z_BTHV.shape[2] != heads or num_traced > 1:
+                raise ValueError(f"{type(self.module).__name__} {_CHANGED_LAYOUT}")
+            for hook in hooks:
+                if hook.needs_call:
+                    hook.on_call(traced.call)
+            return run_output_hooks(hooks, z_BTHV)
+
+        with AttentionTracer(on_attention, self.layout.joint_axis):
+            result = run(*args, **kwargs)
+        if not num_traced:
+            raise ValueError(f"{type(self.module).__name__} {_CHANGED_LAYOUT}")
+        return result
+
+
+@dataclass(frozen=True)
+class SeparateHeadsForward:
+    """Forward of a hooked module that computes one head at a time and concatenates their outputs."""
+
+    module: nn.Module
+    layout: AttentionLayout
+
+    def run_forward(self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module; the hooks run where the head outputs are concatenated."""
+        hooks = get_hooks(self.module)
+        if not hooks:
+            return run(*args, **kwargs)
+        num_joined = 0
+
+        def on_heads(heads: Sequence[TracedAttention], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+            nonlocal num_joined
+            num_joined += 1
+            if len(heads) != self.layout.num_heads or num_joined > 1:
+                raise ValueError(f"{type(self.module).__name__} {_CHANGED_LAYOUT}")
+            calls = [head.call for head in heads if head.call is not None]
+            for hook in hooks:
+                if hook.needs_call:
+                    hook.on_call(WeightsOnlyCall(torch.cat([call.all_weights() for call in calls], 1)))
+            return run_output_hooks(hooks, torch.stack(list(outputs), 2)).unbind(2)
+
+        with trace_separate_heads(on_heads):
+            result = run(*args, **kwargs)
+        if not num_joined:
+            raise ValueError(f"{type(self.module).__name__} {_CHANGED_LAYOUT}")
+        return result
 
 
 _CHANGED_LAYOUT = (
@@ -144,10 +196,14 @@ def trace_example(model: nn.Module, example: Any) -> None:
     if any(module.training for module in model.modules()):
         raise ValueError("the model is in train mode, where a run changes its state; call model.eval() first")
     example_trace = ExampleTrace()
-    devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
-    with torch.random.fork_rng(devices), torch.no_grad(), example_trace.tracing() as tracer:
+    layouts, devices = example_trace.layouts, {tensor.device for tensor in model.parameters() if tensor.is_cuda}
+    with torch.random.fork_rng(devices), torch.no_grad():
         try:
-            _run_example(model, example)
+            with example_trace.tracing() as tracer:
+                _run_example(model, example)
+            if joint := [module for module, layout in layouts.items() if layout.joint and not layout.reason]:
+                resolve_joint_axes(layouts, joint, lambda: _run_example(model, example))
+                join_separate_heads(model, layouts, lambda: _run_example(model, example))
         except Exception as error:  # the model may raise anything
             message = " ".join(str(error).split())[:200] or type(error).__name__
             raise ValueError(f"{type(model).__name__} cannot run on this example: {message}") from error
@@ -155,14 +211,11 @@ def trace_example(model: nn.Module, example: Any) -> None:
         owners = [
             module for module in softmax_call.running_modules if not type(module).__module__.startswith("torch.nn.")
         ]
-        if (
-            owners
-            and not softmax_call.has_output
-            and softmax_call.num_axes == 4
-            and owners[-1] not in example_trace.layouts
-        ):
-            example_trace.layouts[owners[-1]] = AttentionLayout(0, 0, 0, UNKNOWN_PATTERN, UNUSED_WEIGHTS)
-    _LAYOUTS.update(example_trace.layouts)
+        if owners and not softmax_call.has_output and softmax_call.num_axes == 4 and owners[-1] not in layouts:
+            layouts[owners[-1]] = AttentionLayout(0, 0, 0, UNKNOWN_PATTERN, UNUSED_WEIGHTS)
+    for module in model.modules():
+        _LAYOUTS.pop(module, None)
+    _LAYOUTS.update(layouts)
 
 
 def _run_example(model: nn.Module, example: Any) -> None:
@@ -194,9 +247,14 @@ class ExampleTrace:
     def tracing(self) -> Iterator[AttentionTracer]:
         """Context in which module calls of this thread are traced."""
         handles = [register_module_forward_pre_hook(self.enter)]
+        tracer = AttentionTracer(self.record, running_modules=self.running_modules)
         try:
             handles.append(register_module_forward_hook(self.leave, always_call=True))
-            with AttentionTracer(self.record, running_modules=self.running_modules) as tracer:
+            with warnings.catch_warnings(), tracer:
+                # compiled submodules run eagerly here, so that the hooks run for each of their modules
+                warnings.filterwarnings(
+                    "ignore", message=r"Using `torch.compile\(module\)` when there are global hooks"
+                )
                 yield tracer
         finally:
             for handle in handles:
@@ -217,7 +275,7 @@ class ExampleTrace:
         if not frame.layouts:
             return
         layout = frame.layouts[0]
-        if len(frame.layouts) > 1:
+        if len(frame.layouts) > 1 and not (layout.joint and len(set(frame.layouts)) == 1):
             layout = layout._replace(reason=SEVERAL_ATTENTIONS)
         elif frame.num_nested:
             layout = layout._replace(reason=NESTED_ATTENTION)
@@ -236,14 +294,17 @@ class ExampleTrace:
 def _layout_of(module: nn.Module, traced: TracedAttention) -> AttentionLayout:
     if traced.call is None or traced.z_BTHV is None:
         return AttentionLayout(read_positive_int(module, NUM_HEADS_NAMES), 0, 0, UNKNOWN_PATTERN, traced.reason)
-    heads, declared_heads = traced.z_BTHV.shape[2], read_positive_int(module, NUM_HEADS_NAMES)
+    heads, pattern = traced.z_BTHV.shape[2], _pattern_of_call(traced.call)
     kv, dim = traced.num_kv_heads or heads, traced.head_dim or traced.z_BTHV.shape[3]
-    reason = (
-        f"its attributes declare {declared_heads} heads, but it computes attention with {heads}"
-        if declared_heads and declared_heads != heads
-        else ""
-    )
-    return AttentionLayout(heads, kv, dim, _pattern_of_call(traced.call), reason)
+    reason = "" if traced.joint else _undeclared_heads_reason(module, heads)
+    return AttentionLayout(heads, kv, dim, pattern, reason, traced.joint)
+
+
+def _undeclared_heads_reason(module: nn.Module, heads: int) -> str:
+    """Why this number of heads cannot be right; "" if the attributes of the module do not say otherwise."""
+    declared_heads = read_positive_int(module, NUM_HEADS_NAMES)
+    is_other = declared_heads and declared_heads != heads
+    return f"its attributes declare {declared_heads} heads, but it computes attention with {heads}" if is_other else ""
 
 
 def _pattern_of_call(call: AttentionCall) -> str:
@@ -264,3 +325,124 @@ def _merge_layouts(first: AttentionLayout, second: AttentionLayout) -> Attention
     if first.reason or second.reason or first[:3] != second[:3]:
         return first._replace(reason=first.reason or second.reason or "its heads differ from call to call")
     return first if first == second else first._replace(pattern=UNKNOWN_PATTERN)
+
+
+# --- Axes that join batch and heads, and heads that are computed one by one -------------------------------
+
+
+class JointAxisProbe:
+    """Runs a module twice, the second time with one slice of its joint axis changed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.num_attentions, self.joint_axis = module, 0, None
+
+    joint_axis: JointAxis | None
+
+    def run_forward(self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module as it is, then again, and compare the outputs."""
+        result, sizes = run(*args, **kwargs), list[int]()
+
+        def change_slice(traced: TracedAttention) -> Tensor | None:
+            sizes.append(traced.joint)
+            if traced.z_BTHV is None or len(sizes) > 1 or traced.joint < 2:
+                return None
+            changed = traced.z_BTHV.clone()
+            changed[1] += 1
+            return changed
+
+        with AttentionTracer(change_slice):
+            other = run(*args, **kwargs)
+        self.num_attentions = len(sizes)
+        before, after = _first_tensor(result), _first_tensor(other)
+        if sizes and before is not None and after is not None and before.shape == after.shape:
+            self.joint_axis = find_joint_axis(sizes[0], before, after)
+        return result
+
+
+def _first_tensor(result: Any) -> Tensor | None:
+    """The first tensor of a module's output."""
+    if isinstance(result, Tensor):
+        return result
+    values = result.values() if isinstance(result, Mapping) else result if isinstance(result, (tuple, list)) else ()
+    return next((value for value in values if isinstance(value, Tensor)), None)
+
+
+def resolve_joint_axes(
+    layouts: dict[nn.Module, AttentionLayout], modules: Sequence[nn.Module], run: Callable[[], None]
+) -> None:
+    """Decide how the joint axes of these modules are split, by another run of the model; edits `layouts`."""
+    probes = [JointAxisProbe(module) for module in modules]
+    with install_hooks({}, (), probes):
+        run()
+    for probe in probes:
+        layout, axis = layouts[probe.module], probe.joint_axis
+        if axis is None:
+            layouts[probe.module] = layout._replace(num_heads=0, num_kv_heads=0, reason=UNKNOWN_JOINT_AXIS)
+            continue
+        is_several = axis.num_heads == 1 and probe.num_attentions > 1
+        reason = (
+            SEVERAL_ATTENTIONS if probe.num_attentions > 1 else _undeclared_heads_reason(probe.module, axis.num_heads)
+        )
+        layouts[probe.module] = layout._replace(
+            num_heads=axis.num_heads, num_kv_heads=axis.num_heads, joint_axis=axis, reason=reason,
+            separate_heads=is_several,
+        )  # fmt: skip
+
+
+HeadsCallback = Callable[[Sequence[TracedAttention], Sequence[Tensor]], Sequence[Tensor] | None]
+
+
+def trace_separate_heads(on_heads: HeadsCallback) -> AttentionTracer:
+    """Tracer of heads that are computed one by one; `on_heads` gets them, and the outputs, where these are joined."""
+    heads: list[TracedAttention] = []
+
+    def on_concatenation(tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        outputs = [head.z_BTHV[:, :, 0] for head in heads if head.z_BTHV is not None]
+        is_joined = len(tensors) == len(outputs) > 1 and all(
+            tensor.shape == output.shape and torch.equal(tensor, output)
+            for tensor, output in zip(tensors, outputs, strict=True)
+        )
+        return on_heads(heads, outputs) if is_joined else None
+
+    return AttentionTracer(heads.append, on_concatenation=on_concatenation)
+
+
+class SeparateHeadsProbe:
+    """Runs a module and counts the heads that it concatenates."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.head_counts = module, list[int]()
+
+    def run_forward(self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module, and record the number of heads at each concatenation of head outputs."""
+        with trace_separate_heads(lambda heads, _: self.head_counts.append(len(heads))):
+            return run(*args, **kwargs)
+
+
+def join_separate_heads(model: nn.Module, layouts: dict[nn.Module, AttentionLayout], run: Callable[[], None]) -> None:
+    """Make one layout of heads that are computed one by one: by one module each, or in a loop; edits `layouts`."""
+    paths = {module: path for path, module in model.named_modules()}
+    owners: dict[nn.Module, list[nn.Module]] = {}
+    for module, layout in layouts.items():
+        if layout.separate_heads:
+            owners.setdefault(module, []).append(module)
+        elif layout.joint_axis == JointAxis(1, BATCH_FIRST) and not layout.reason:
+            container = model.get_submodule(paths[module].rpartition(".")[0])
+            owner = container
+            while isinstance(owner, nn.ModuleList) and paths[owner]:
+                owner = model.get_submodule(paths[owner].rpartition(".")[0])
+            if owner is not module and not isinstance(owner, nn.ModuleList):
+                owners.setdefault(owner, []).append(module)
+    probes = [SeparateHeadsProbe(owner) for owner in owners]
+    with install_hooks({}, (), probes):
+        run()
+    for probe in probes:
+        heads, parts = set(probe.head_counts), owners[probe.module]
+        if len(heads) != 1 or len({layouts[part][1:4] for part in parts}) != 1:
+            continue
+        (count,) = heads
+        reason = _undeclared_heads_reason(probe.module, count)
+        layout = layouts[parts[0]]._replace(num_heads=count, num_kv_heads=count, reason=reason, separate_heads=True)
+        for part in parts:
+            del layouts[part]
+        layouts[probe.module] = layout

@@ -1,67 +1,29 @@
-"""Override the forward of any module through one patch per class, and trace attention inside a forward."""
+"""Trace the attention that the forward of any module computes, by the torch functions that it calls."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..hooks import AttentionCall, AttentionInputs, MethodPatch, WeightsOnlyCall, has_hooks
+from ..hooks import AttentionCall, AttentionInputs, WeightsOnlyCall
+from ..method_patches import EAGER_STANCE
 from ..site import POSSIBLE, Ability
-
-ForwardFunction = Callable[..., Any]
-ForwardOverride = Callable[[nn.Module, ForwardFunction, tuple[Any, ...], dict[str, Any]], Any]
-
-_OVERRIDES: WeakKeyDictionary[nn.Module, ForwardOverride] = WeakKeyDictionary()
-_FORWARD_PATCHES: dict[type, MethodPatch] = {}
-_RUNNING: ContextVar[tuple[nn.Module, ...]] = ContextVar("within", default=())
+from .joint_axis import JointAxis
 
 INSTANCE_FORWARD = Ability(False, "its forward is set on the module itself, which hides that of its class; remove it")
-
-
-def override_forward(module: nn.Module, override: ForwardOverride) -> None:
-    """Replace the forward of a module by `override(module, run, args, kwargs)` while hooks are active."""
-    _OVERRIDES[module] = override
 
 
 def hook_ability(module: nn.Module) -> Ability:
     """Whether a module can be hooked: calling it must run the forward of its class."""
     return INSTANCE_FORWARD if "forward" in vars(module) else POSSIBLE
-
-
-def make_patches(override: ForwardOverride) -> list[MethodPatch]:
-    """Patches for the classes of all modules with this override."""
-    owners = {
-        _forward_owner(type(module)) for module, module_override in _OVERRIDES.items() if module_override is override
-    }
-    return [_FORWARD_PATCHES.setdefault(owner, MethodPatch(owner, "forward", _wrap_forward)) for owner in owners]
-
-
-def _forward_owner(module_type: type) -> type:
-    """The class that defines the forward; patching a subclass too would run the override twice."""
-    return next(cls for cls in module_type.__mro__ if "forward" in vars(cls))
-
-
-def _wrap_forward(original: ForwardFunction) -> ForwardFunction:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        override, running = (_OVERRIDES.get(self), _RUNNING.get()) if has_hooks() else (None, ())
-        if override is None or self in running:  # a super().forward() call inside this override
-            return original(self, *args, **kwargs)
-        token = _RUNNING.set((*running, self))
-        try:
-            return override(self, lambda *run_args, **run_kwargs: original(self, *run_args, **run_kwargs), args, kwargs)
-        finally:
-            _RUNNING.reset(token)
-
-    return forward
 
 
 # --- Trace attention while a module's own code runs ------------------------------------------------------
@@ -74,7 +36,8 @@ class TracedAttention(NamedTuple):
     """One traced attention computation: its inputs (`call`) and head outputs.
 
     `depth` is the number of enclosing modules that were running both when the weights were computed and when the values
-    were multiplied. `reason` is set if the computation is not understood.
+    were multiplied. `joint` is the size of an axis that joins batch and heads, if it could not be split; it is the
+    batch axis of `z_BTHV` then. `reason` is set if the computation is not understood.
     """
 
     call: AttentionCall | None = None
@@ -82,6 +45,7 @@ class TracedAttention(NamedTuple):
     num_kv_heads: int = 0
     head_dim: int = 0
     depth: int = 0
+    joint: int = 0
     reason: str = ""
 
 
@@ -102,36 +66,81 @@ class OpenWeights(NamedTuple):
     softmax: SoftmaxCall
 
 
+class OutputAxes(NamedTuple):
+    """How the output of a product is laid out: the permutation to [batch, heads, T, V], or to [batch * heads, T, V]."""
+
+    to_heads: tuple[int, ...]
+
+    @property
+    def from_heads(self) -> tuple[int, ...]:
+        """The inverse permutation."""
+        return tuple(self.to_heads.index(axis) for axis in range(len(self.to_heads)))
+
+
 TraceCallback = Callable[[TracedAttention], Tensor | None]
+ConcatenationCallback = Callable[[Sequence[Tensor]], Sequence[Tensor] | None]
 
 
 class AttentionTracer(TorchFunctionMode):
     """Calls `callback` for each attention computation; a tensor that it returns replaces the head outputs.
 
-    `num_heads` is used to split a joint batch-and-heads axis; 0 if unknown. `running_modules` is the stack of running
-    modules, which the caller maintains.
+    `joint_axis` splits an axis that joins batch and heads. `running_modules` is the stack of running modules, which the
+    caller maintains. `on_concatenation` gets the tensors of each `cat` or `stack`, and may return others for them.
     """
 
-    def __init__(self, callback: TraceCallback, num_heads: int = 0, running_modules: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        callback: TraceCallback,
+        joint_axis: JointAxis | None = None,
+        running_modules: Sequence[nn.Module] = (),
+        on_concatenation: ConcatenationCallback | None = None,
+    ) -> None:
         super().__init__()
-        self.callback, self.num_heads, self.running_modules = callback, num_heads, running_modules
+        self.callback, self.joint_axis, self.running_modules = callback, joint_axis, running_modules
+        self.on_concatenation = on_concatenation
         self.open_weights: deque[OpenWeights] = deque(maxlen=MAX_OPEN_WEIGHTS)
         self.softmax_calls: list[SoftmaxCall] = []
+        self.contexts = ExitStack()
+
+    def __enter__(self) -> Self:
+        self.contexts.enter_context(EAGER_STANCE.active())  # a compiled function such as flex_attention is traced too
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.contexts.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in CONCATENATIONS and self.on_concatenation is not None:
+            pieces = self.on_concatenation(args[0] if args else kwargs["tensors"])
+            args, kwargs = (args, kwargs) if pieces is None else ((pieces, *args[1:]), _without(kwargs, "tensors"))
         result = func(*args, **kwargs)
-        handler = TRACED_FUNCTIONS.get(getattr(func, "__name__", ""))
+        handler = TRACED_FUNCTIONS.get(name)
         return result if handler is None else handler(self, args, kwargs, result)
 
     def on_sdpa(self, args: Any, kwargs: Mapping[str, Any], o: Tensor) -> Tensor:
         """Fused attention: its arguments are the inputs."""
         arguments = dict(zip(SDPA_ARGUMENTS, args, strict=False)) | dict(kwargs)
-        depth = len(self.running_modules)
-        if arguments["query"].dim() != 4:
-            return self._report(TracedAttention(depth=depth, reason=_flat_batch_reason(arguments["query"])), o)
+        depth, num_axes = len(self.running_modules), arguments["query"].dim()
+        if num_axes not in (3, 4):
+            return self._report_unclear(depth, _axes_reason(arguments["query"]), o)
+        if num_axes == 3:
+            traced = TracedAttention(inputs_of_sdpa(_add_head_axis(arguments)), o[:, :, None], depth=depth)
+            return self._report_joint(traced, o, OutputAxes((0, 1, 2)))
         _, kv, _, dim = arguments["key"].shape
-        return self._report(TracedAttention(inputs_of_sdpa(arguments), o.transpose(1, 2), kv, dim, depth), o)
+        traced = TracedAttention(inputs_of_sdpa(arguments), o.transpose(1, 2), kv, dim, depth)
+        return self._report(traced, o, IN_ORDER)
+
+    def on_flex(self, args: Any, kwargs: Mapping[str, Any], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """`flex_attention`: its functions give the scores and the mask of each pair."""
+        q, k, _, score_function, block_mask, scale, *_ = args
+        o = outputs[0]
+        weights = weights_of_flex(q, k, scale, FlexFunctions(score_function, block_mask[-1]))
+        call, depth = WeightsOnlyCall(weights), len(self.running_modules)
+        traced = TracedAttention(call, o.transpose(1, 2), k.shape[1], k.shape[3], depth)
+        return (self._report(traced, o, IN_ORDER), *outputs[1:])
 
     def on_softmax(self, args: Any, kwargs: Mapping[str, Any], weights: Tensor) -> Tensor:
         """Remember a possible tensor of weights; it is one if values are multiplied with it later."""
@@ -139,6 +148,13 @@ class AttentionTracer(TorchFunctionMode):
         if weights.dim() >= 3 and dim in (-1, weights.dim() - 1):
             self.softmax_calls.append(SoftmaxCall(tuple(self.running_modules), weights.dim()))
             self.open_weights.append(OpenWeights(weights, weights, self.softmax_calls[-1]))
+        return weights
+
+    def on_normalisation(self, args: Any, kwargs: Mapping[str, Any], weights: Any) -> Any:
+        """Remember the result of an element-wise function if each row sums to one, as a softmax written by hand."""
+        if isinstance(weights, Tensor) and weights.dim() >= 3 and _sums_to_one(weights):
+            softmax = SoftmaxCall(tuple(self.running_modules), weights.dim())
+            self.open_weights.append(OpenWeights(weights, weights, softmax))
         return weights
 
     def on_dropout(self, args: Any, kwargs: Mapping[str, Any], dropped: Tensor) -> Tensor:
@@ -149,43 +165,45 @@ class AttentionTracer(TorchFunctionMode):
         return dropped
 
     def on_matmul(self, args: Any, kwargs: Mapping[str, Any], o: Tensor) -> Tensor:
-        """Report attention if the first factor is a tensor of weights."""
-        first = args[0] if args else kwargs["input"]
-        return self._on_product(first, o) if isinstance(first, Tensor) and first.dim() >= 3 else o
+        """Report attention if the first factor is a tensor of weights, or the second one is its transpose."""
+        first = args[0] if args else kwargs.get("input")
+        second = args[1] if len(args) > 1 else kwargs.get("other", kwargs.get("mat2"))
+        for factor, is_transposed in ((first, False), (second, True)):
+            if isinstance(factor, Tensor) and factor.dim() >= 3:
+                weights = self._find_weights(factor.transpose(-2, -1) if is_transposed else factor)
+                if weights is not None:
+                    order = tuple(range(o.dim()))
+                    axes = OutputAxes((*order[:-2], o.dim() - 1, o.dim() - 2) if is_transposed else order)
+                    return self._report_product(weights, o, axes)
+        return o
 
     def on_einsum(self, args: Any, kwargs: Mapping[str, Any], o: Tensor) -> Tensor:
         """Report attention if the equation contracts the last axis of weights with the values."""
-        equation, first, *_ = (args[0], *args[1]) if isinstance(args[1], (list, tuple)) else args
-        if not isinstance(equation, str) or first.dim() < 3:
+        equation, *operands = (args[0], *args[1]) if isinstance(args[1], (list, tuple)) else args
+        if not isinstance(equation, str):
             return o
-        operands, _, output_axes = equation.replace(" ", "").partition("->")
-        weight_axes, _, value_axes = operands.partition(",")
-        if (
-            output_axes[: len(weight_axes) - 1] == weight_axes[:-1]
-            and weight_axes[-1] in value_axes
-            and weight_axes[-1] not in output_axes
-        ):
-            return self._on_product(first, o)
-        entry = self._find_weights(first)
-        if entry is None:
-            return o
-        return self._report(
-            TracedAttention(
-                depth=self._common_depth(entry), reason=f"it applies its weights to values by einsum {equation!r}"
-            ),
-            o,
-        )
+        for number, operand in enumerate(operands):
+            entry = self._find_weights(operand) if operand.dim() >= 3 else None
+            if entry is not None:
+                if (axes := axes_of_einsum(equation, number, operand.dim())) is not None:
+                    return self._report_product(entry, o, axes)
+                reason = f"it applies its weights to values by einsum {equation!r}"
+                return self._report_unclear(self._common_depth(entry), reason, o)
+        return o
 
-    def _on_product(self, first: Tensor, o: Tensor) -> Tensor:
-        entry = self._find_weights(first)
-        if entry is None:
-            return o
-        depth = self._common_depth(entry)
-        weights = _split_heads(entry.weights, self.num_heads)
-        if weights is None:
-            return self._report(TracedAttention(depth=depth, reason=_flat_batch_reason(entry.weights)), o)
-        z_BHTV = o.reshape(*weights.shape[:3], o.shape[-1])
-        return self._report(TracedAttention(WeightsOnlyCall(weights), z_BHTV.transpose(1, 2), depth=depth), o)
+    def _report_product(self, entry: OpenWeights, o: Tensor, axes: OutputAxes) -> Tensor:
+        """Report the product `o` of weights and values."""
+        weights, depth = entry.weights, self._common_depth(entry)
+        if weights.dim() not in (3, 4) or len(axes.to_heads) != o.dim():
+            return self._report_unclear(depth, _axes_reason(weights), o)
+        ordered = o.permute(axes.to_heads)
+        if weights.dim() == 4 and ordered.dim() == 3:  # values of a batch of one, without its axis
+            ordered, axes = ordered.reshape(*weights.shape[:3], -1), OutputAxes(tuple(range(4)))
+        if weights.dim() == 3:
+            traced = TracedAttention(WeightsOnlyCall(weights[:, None]), ordered[:, :, None], depth=depth)
+            return self._report_joint(traced, o, axes)
+        traced = TracedAttention(WeightsOnlyCall(weights), ordered.transpose(1, 2), depth=depth)
+        return self._report(traced, o, axes)
 
     def _common_depth(self, entry: OpenWeights) -> int:
         """Number of enclosing modules that were running when these weights were computed and still are."""
@@ -197,13 +215,37 @@ class AttentionTracer(TorchFunctionMode):
         """The remembered weights that equal this tensor, if any."""
         return next((entry for entry in reversed(self.open_weights) if _is_same_tensor(entry.used, tensor)), None)
 
-    def _report(self, traced: TracedAttention, o: Tensor) -> Tensor:
+    def _report_unclear(self, depth: int, reason: str, o: Tensor) -> Tensor:
+        self.callback(TracedAttention(depth=depth, reason=reason))
+        return o
+
+    def _report(self, traced: TracedAttention, o: Tensor, axes: OutputAxes) -> Tensor:
+        """Report attention whose output is laid out along `axes`; returns the output, or its replacement."""
         z_BTHV = self.callback(traced)
-        return o if z_BTHV is None else z_BTHV.transpose(1, 2).reshape(o.shape)
+        return o if z_BTHV is None else z_BTHV.transpose(1, 2).permute(axes.from_heads).reshape(o.shape)
+
+    def _report_joint(self, traced: TracedAttention, o: Tensor, axes: OutputAxes) -> Tensor:
+        """Report attention on tensors [batch * heads, T, V], split if their joint axis is known."""
+        assert traced.z_BTHV is not None
+        assert traced.call is not None
+        size = len(traced.z_BTHV)
+        if self.joint_axis is None or size % self.joint_axis.num_heads:
+            z_BTHV = self.callback(traced._replace(joint=size))
+            return o if z_BTHV is None else z_BTHV[:, :, 0].permute(axes.from_heads)
+        for axis in self.joint_axis.candidates:
+            split = axis.split(traced.z_BTHV[:, :, 0]).transpose(1, 2)
+            call = axis.split_call(traced.call)
+            z_BTHV = self.callback(traced._replace(call=call, z_BTHV=split))
+            if z_BTHV is not None:
+                return axis.join(z_BTHV.transpose(1, 2)).permute(axes.from_heads)
+        return o
 
 
-TRACED_FUNCTIONS: dict[str, Callable[[AttentionTracer, Any, Mapping[str, Any], Tensor], Tensor]] = {
+CONCATENATIONS = ("cat", "concat", "concatenate", "stack")
+IN_ORDER = OutputAxes((0, 1, 2, 3))
+TRACED_FUNCTIONS: dict[str, Callable[[AttentionTracer, Any, Mapping[str, Any], Any], Any]] = {
     "scaled_dot_product_attention": AttentionTracer.on_sdpa,
+    "flex_attention": AttentionTracer.on_flex,
     "softmax": AttentionTracer.on_softmax,
     "dropout": AttentionTracer.on_dropout,
     "matmul": AttentionTracer.on_matmul,
@@ -211,6 +253,71 @@ TRACED_FUNCTIONS: dict[str, Callable[[AttentionTracer, Any, Mapping[str, Any], T
     "bmm": AttentionTracer.on_matmul,
     "einsum": AttentionTracer.on_einsum,
 }
+ELEMENTWISE = "div div_ divide true_divide __truediv__ __itruediv__ mul mul_ __mul__ exp exp_ normalize"
+MASKING = "masked_fill masked_fill_ nan_to_num where"
+TRACED_FUNCTIONS |= dict.fromkeys(f"{ELEMENTWISE} {MASKING}".split(), AttentionTracer.on_normalisation)
+
+
+def _without(arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in arguments.items() if key != name}
+
+
+def _sums_to_one(weights: Tensor) -> bool:
+    """Whether every row of a floating-point tensor is zero, or not negative with a sum of one."""
+    if not weights.is_floating_point() or weights.is_meta or weights.shape[-1] < 2 or not weights.numel():
+        return False
+    sums, tolerance = weights.detach().float().sum(-1), 1e-4 if weights.dtype.itemsize >= 4 else 2e-2
+    is_one = (sums - 1).abs() < tolerance
+    return bool(is_one.any()) and bool((is_one | (sums == 0)).all()) and bool((weights >= 0).all())
+
+
+def axes_of_einsum(equation: str, number: int, num_axes: int) -> OutputAxes | None:
+    """Layout of the output of an einsum whose operand `number` are weights [..., T, S]; None if it is another product.
+
+    >>> axes_of_einsum("bhts,bshd->bthd", 0, 4)
+    OutputAxes(to_heads=(0, 2, 1, 3))
+    >>> axes_of_einsum("bhts,hg->bgts", 0, 4) is None
+    True
+    """
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    operands = inputs.split(",")
+    if len(operands) != 2:
+        return None
+    leading = "ABCDEFGH"[: num_axes - len(operands[number].replace("...", ""))]
+    if any("..." in part for part in operands) and not set(leading) & set(equation):
+        operands, output = [part.replace("...", leading) for part in operands], output.replace("...", leading)
+    weights, values = operands[number], operands[1 - number]
+    channels = [axis for axis in values if axis not in weights]
+    is_weighted_sum = (
+        len(channels) == 1
+        and weights[-1] in values
+        and weights[-2] not in values
+        and sorted(output) == sorted([*weights[:-1], *channels])
+    )
+    return OutputAxes(tuple(output.index(axis) for axis in (*weights[:-1], *channels))) if is_weighted_sum else None
+
+
+class FlexFunctions(NamedTuple):
+    """The two functions of `flex_attention`, of a score and its batch, head, query and key, or of these four alone."""
+
+    score: Callable[..., Tensor]
+    mask: Callable[..., Tensor]
+
+
+def weights_of_flex(q: Tensor, k: Tensor, scale: float, functions: FlexFunctions) -> Tensor:
+    """Attention weights [B, H, T, S] of `flex_attention`; a query without any key has weights of zero."""
+    batch, heads, queries, _ = q.shape
+    k = k.expand(batch, -1, -1, -1).repeat_interleave(heads // k.shape[1], 1)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(dtype) @ k.to(dtype).transpose(-2, -1) * scale
+    indices = [torch.arange(size, device=q.device) for size in (batch, heads, queries, k.shape[2])]
+    score_function, mask_function = functions
+    for axis in (3, 2, 1, 0):  # the last index varies fastest
+        of_index = [0 if number == axis else None for number in range(4)]
+        score_function = torch.vmap(score_function, in_dims=(0, *of_index))
+        mask_function = torch.vmap(mask_function, in_dims=tuple(of_index))
+    scores = score_function(scores, *indices).masked_fill(~mask_function(*indices), -torch.inf)
+    return scores.softmax(-1).nan_to_num(0.0) if bool((scores == -torch.inf).all(-1).any()) else scores.softmax(-1)
 
 
 def inputs_of_sdpa(arguments: Mapping[str, Any]) -> AttentionInputs:
@@ -230,14 +337,14 @@ def inputs_of_sdpa(arguments: Mapping[str, Any]) -> AttentionInputs:
     )
 
 
-def _split_heads(weights: Tensor, heads: int) -> Tensor | None:
-    """Weights as [B, H, T, S], or None if the head axis is unknown."""
-    if weights.dim() == 4:
-        return weights
-    return weights.unflatten(0, (-1, heads)) if weights.dim() == 3 and heads and not weights.shape[0] % heads else None
+def _add_head_axis(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call without a head axis, as a call with one head."""
+    q, k, v = (arguments[side][:, None] for side in ("query", "key", "value"))
+    mask = arguments.get("attn_mask")
+    return {**arguments, "query": q, "key": k, "value": v, "attn_mask": mask if mask is None else mask[..., None, :, :]}
 
 
-def _flat_batch_reason(tensor: Tensor) -> str:
+def _axes_reason(tensor: Tensor) -> str:
     return f"its attention tensors have {tensor.dim()} axes, so heads cannot be identified; declare it with hw.declare"
 
 

@@ -27,14 +27,13 @@ from ..hooks import (
     AttentionHook,
     AttentionInputs,
     HeadValues,
-    MethodPatch,
-    SharedPatch,
     SiteAdapter,
     SiteModule,
     WeightsOnlyCall,
     get_hooks,
     run_output_hooks,
 )
+from ..method_patches import MethodPatch, SharedPatch
 from ..site import POSSIBLE, Site
 from .module_tracer import hook_ability
 from .output_projection import UNKNOWN_PATTERN, HeadSizes, make_site

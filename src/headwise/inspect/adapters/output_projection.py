@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from inspect import signature, unwrap
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +21,17 @@ from ..hooks import (
     AttentionCall,
     AttentionHook,
     HeadValues,
-    MethodPatch,
     SiteAdapter,
     SiteModule,
     WeightsOnlyCall,
     get_hooks,
     run_output_hooks,
 )
+from ..method_patches import ForwardFunction, SharedPatch
 from ..site import POSSIBLE, Ability, Site
 from . import module_tracer
+from .declarations import AttentionDeclaration, get_declaration, get_input_width
+from .joint_axis import UNKNOWN_ORDER, JointAxis
 from .module_tracer import AttentionTracer, TracedAttention
 
 # --- Properties of a third-party module ----------------------------------------------------------------
@@ -284,47 +286,9 @@ OUTPUT_PROJECTION_NAMES = (
     "^output",
 )
 SOFTMAX_NAMES = ("softmax", "scaled_dot_product_attention")
-WEIGHTS_NOT_VISIBLE = Ability(False, "its code calls no softmax by name, so its weights cannot be traced")
+BY_A_RUN = "hw.sites(model, example) finds attention by a run"
+WEIGHTS_NOT_VISIBLE = Ability(False, f"its code calls no softmax by name, so its weights cannot be traced; {BY_A_RUN}")
 MISMATCH_REASON = "the input of its projection is not weights @ values"
-
-
-class AttentionDeclaration(NamedTuple):
-    """User declaration of a custom attention module: number of heads, and path of its output projection."""
-
-    heads: int
-    output_name: str
-
-
-_DECLARATIONS: WeakKeyDictionary[nn.Module, AttentionDeclaration] = WeakKeyDictionary()
-_HEADS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # projection -> number of heads
-_LAST: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()  # attention module -> its projection
-
-
-def declare(module: nn.Module, *, heads: int, output: str) -> None:
-    """Declare a module as attention with `heads` heads, whose output projection is its child `output`.
-
-    >>> import headwise as hw
-    >>> class Mine(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.mix, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
-    >>> net = nn.Sequential(Mine())
-    >>> hw.declare(net[0], heads=3, output="last")
-    >>> [(site.name, site.q, site.dim) for site in hw.sites(net)]
-    [('model.0.attention', 3, 2)]
-    """
-    children = dict(module.named_modules())
-    if output not in children or not get_input_width(children[output]):
-        raise ValueError(f"{type(module).__name__} has no projection {output!r}; name a child that is an nn.Linear")
-    if not isinstance(heads, int) or heads < 1 or get_input_width(children[output]) % heads:
-        width = get_input_width(children[output])
-        raise ValueError(f"heads={heads!r} does not divide the {width} input channels of {output}; give a divisor")
-    _DECLARATIONS[module] = AttentionDeclaration(heads, output)
-
-
-def is_declared(module: nn.Module) -> bool:
-    """Whether this module was declared with `declare`."""
-    return module in _DECLARATIONS
 
 
 class OutputProjectionAdapter(SiteAdapter):
@@ -333,23 +297,26 @@ class OutputProjectionAdapter(SiteAdapter):
     def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
         modules = dict(model.named_modules(remove_duplicate=False))
         for path, module in modules.items():
-            declaration = _DECLARATIONS.get(module) or _guess_declaration(path, module, modules)
+            declaration = get_declaration(module) or _guess_declaration(path, module, modules)
             if declaration is None:
                 continue
-            projection = modules[_projection_path(path, declaration.output_name)]
-            _HEADS[projection], _LAST[module] = declaration.heads, projection
-            module_tracer.override_forward(projection, _run_projection)
-            module_tracer.override_forward(module, _run_attention)
-            sizes = HeadSizes(declaration.heads, declaration.heads, get_input_width(projection) // declaration.heads)
+            projection, declared = modules[_projection_path(path, declaration.output_name)], declaration.projections
+            kv_heads = declared.num_kv_heads if declared is not None else declaration.heads
+            sizes = HeadSizes(declaration.heads, kv_heads, get_input_width(projection) // declaration.heads)
             observe = module_tracer.hook_ability(module) if _names_softmax(module) else WEIGHTS_NOT_VISIBLE
+            site = make_site(path, module, sizes, observe=observe, ablate=module_tracer.hook_ability(projection))
             yield SiteModule(
-                make_site(path, module, sizes, observe=observe, ablate=module_tracer.hook_ability(projection)),
+                site if declared is None else replace(site, prune=POSSIBLE),
                 projection,
                 self,
+                overrides=(
+                    ProjectionForward(projection, declaration.heads),
+                    AttentionForward(module, projection, declaration.heads),
+                ),
             )
 
-    def patches(self) -> list[MethodPatch]:
-        return [*module_tracer.make_patches(_run_projection), *module_tracer.make_patches(_run_attention)]
+    def patches(self) -> Sequence[SharedPatch]:
+        return ()
 
 
 def _guess_declaration(path: str, module: nn.Module, modules: dict[str, nn.Module]) -> AttentionDeclaration | None:
@@ -372,19 +339,6 @@ def _guess_declaration(path: str, module: nn.Module, modules: dict[str, nn.Modul
 def _projection_path(path: str, name: str) -> str:
     parent = path.rpartition(".")[0] if name.startswith("^") else path
     return f"{parent}.{name.removeprefix('^')}".removeprefix(".")
-
-
-def get_input_width(module: nn.Module) -> int:
-    """Number of input channels of a projection; 0 if the module is not a projection."""
-    in_features = getattr(module, "in_features", None)  # nn.Linear and its replacements
-    if isinstance(in_features, int):
-        return in_features
-    inner = getattr(module, "base_layer", None)  # wrappers such as LoRA layers
-    if isinstance(inner, nn.Module):
-        return get_input_width(inner)
-    weight = getattr(module, "weight", None)
-    # transformers' Conv1D (GPT-2) stores the transposed weight
-    return weight.shape[0] if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) else 0
 
 
 def _names_softmax(module: nn.Module) -> bool:
@@ -442,7 +396,7 @@ class UnreadableCall:
 
     def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         """Raises with the reason."""
-        raise ValueError(f"cannot observe its weights: {self.reason}")
+        raise ValueError(f"cannot observe its weights: {self.reason}; {BY_A_RUN}")
 
     def allowed_pairs(self, queries: slice = slice(None)) -> Tensor:
         """Raises with the reason."""
@@ -450,7 +404,7 @@ class UnreadableCall:
 
     def head_values(self, head: int) -> HeadValues:
         """Raises with the reason."""
-        raise ValueError(f"cannot observe its weights: {self.reason}")
+        raise ValueError(f"cannot observe its weights: {self.reason}; {BY_A_RUN}")
 
 
 def _send_call(hooks: list[AttentionHook], call: AttentionCall) -> None:
@@ -462,44 +416,54 @@ def _equals(z_BTHV: Tensor | None, other: Tensor) -> bool:
     return z_BTHV is not None and z_BTHV.shape == other.shape and torch.equal(z_BTHV.to(other.dtype), other)
 
 
-def _run_attention(
-    module: nn.Module, run: module_tracer.ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Forward of an attention module; traces it if an observer needs its inputs."""
-    projection = _LAST[module]
-    session = TraceSession(projection)
-    if not session.observers:
-        return run(*args, **kwargs)
-    if is_banded(module):
-        result, call = run_banded(module, run, args, kwargs)
-        _send_call(session.observers, call)
+@dataclass(frozen=True)
+class AttentionForward:
+    """Forward of an attention module; traces it if an observer of its projection needs the inputs of the attention."""
+
+    module: nn.Module
+    projection: nn.Module
+    num_heads: int
+
+    def run_forward(self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module, and trace its attention."""
+        session = TraceSession(self.projection)
+        if not session.observers:
+            return run(*args, **kwargs)
+        if is_banded(self.module):
+            result, call = run_banded(self.module, run, args, kwargs)
+            _send_call(session.observers, call)
+            return result
+        token = _TRACE_SESSION.set(session)
+        try:
+            with AttentionTracer(session.record, JointAxis(self.num_heads, UNKNOWN_ORDER)):
+                result = run(*args, **kwargs)
+        finally:
+            _TRACE_SESSION.reset(token)
+        z = result[0] if isinstance(result, tuple) else result
+        if isinstance(z, Tensor) and z.shape[-1] == get_input_width(self.projection):  # the projection is a sibling
+            session.publish(_split_heads(z, self.num_heads))
         return result
-    token = _TRACE_SESSION.set(session)
-    try:
-        with AttentionTracer(session.record, _HEADS[projection]):
-            result = run(*args, **kwargs)
-    finally:
-        _TRACE_SESSION.reset(token)
-    z = result[0] if isinstance(result, tuple) else result
-    if isinstance(z, Tensor) and z.shape[-1] == get_input_width(projection):  # the projection is a sibling
-        session.publish(_split_heads(z, projection))
-    return result
 
 
-def _run_projection(
-    projection: nn.Module, run: module_tracer.ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Forward of an output projection; its input are the head outputs."""
-    hooks = get_hooks(projection)
-    if not hooks:
-        return run(*args, **kwargs)
-    z_BTHV = _split_heads(args[0], projection)
-    session = _TRACE_SESSION.get()
-    if session is not None and session.projection is projection:
-        session.publish(z_BTHV)
-    return run(run_output_hooks(hooks, z_BTHV).reshape(args[0].shape), *args[1:], **kwargs)
+@dataclass(frozen=True)
+class ProjectionForward:
+    """Forward of an output projection, whose input are the head outputs."""
+
+    module: nn.Module
+    num_heads: int
+
+    def run_forward(self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the hooks on the head outputs, and project what they return."""
+        hooks = get_hooks(self.module)
+        if not hooks:
+            return run(*args, **kwargs)
+        z_BTHV = _split_heads(args[0], self.num_heads)
+        session = _TRACE_SESSION.get()
+        if session is not None and session.projection is self.module:
+            session.publish(z_BTHV)
+        return run(run_output_hooks(hooks, z_BTHV).reshape(args[0].shape), *args[1:], **kwargs)
 
 
-def _split_heads(z: Tensor, projection: nn.Module) -> Tensor:
+def _split_heads(z: Tensor, num_heads: int) -> Tensor:
     """Input of a projection as [B, T, heads, head_dim]; it may have two token axes, or no batch axis."""
-    return z.reshape(z.shape[0] if z.dim() > 2 else 1, -1, _HEADS[projection], z.shape[-1] // _HEADS[projection])
+    return z.reshape(z.shape[0] if z.dim() > 2 else 1, -1, num_heads, z.shape[-1] // num_heads)

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 
 from ..hooks import (
     AttentionInputs,
-    MethodPatch,
-    SharedPatch,
     SiteAdapter,
     SiteModule,
     get_hooks,
     has_hooks,
     run_output_hooks,
 )
+from ..method_patches import MethodPatch, SharedPatch
 from .output_projection import make_site, read_head_sizes
 
 INTERFACE_GETTER = "get_interface"

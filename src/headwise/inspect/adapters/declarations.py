@@ -1,0 +1,166 @@
+"""Declarations of attention modules by the user: the number of heads and the output projection, or all projections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+FUSED_LAYOUTS = ("by projection", "by head")
+SIZES = ("heads", "kv_heads", "q", "k", "v", "out")
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """The projections of an attention module by the names of its children, which `hw.prune_module` needs.
+
+    `q`, `k`, `v` and `out` are names of nn.Linear children. If q, k and v are one child, `fused` is the order of its
+    rows: "by projection" (all heads of q, then of k, then of v) or "by head" (q, k and v of each head in turn).
+    `heads` is the number of query heads, and `kv_heads` that of keys and values (default: the same).
+
+    `attributes` maps attributes of the module that hold sizes to "heads", "kv_heads", or "q", "k", "v" or "out" for the
+    channels of all heads there. `per_head` maps other parameters and buffers with heads to the axis of their heads,
+    which has an entry for each head, or a block of equal size.
+    """
+
+    q: str
+    k: str
+    v: str
+    out: str
+    heads: int
+    kv_heads: int | None = None
+    fused: str = "by projection"
+    attributes: Mapping[str, str] = field(default_factory=dict[str, str])
+    per_head: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of heads of keys and values."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether one child projects q, k and v."""
+        return self.q == self.k == self.v
+
+    def check(self, module: nn.Module) -> None:
+        """Raise unless the module has these projections, attributes and parameters with these sizes."""
+        kind, children = type(module).__name__, dict(module.named_modules())
+        for name in (self.q, self.k, self.v, self.out):
+            if not isinstance(children.get(name), nn.Linear):
+                raise ValueError(f"{kind} has no projection {name!r}; name a child that is an nn.Linear")
+        kv = self.num_kv_heads
+        if self.heads < 1 or kv < 1 or self.heads % kv:
+            raise ValueError(f"heads={self.heads} and kv_heads={kv} make no equal groups; give a divisor of heads")
+        if len({self.q, self.k, self.v}) == 2 or self.fused not in FUSED_LAYOUTS:
+            layouts = " or ".join(map(repr, FUSED_LAYOUTS))
+            raise ValueError(
+                f"q={self.q!r}, k={self.k!r}, v={self.v!r}, fused={self.fused!r} are neither three children nor one; "
+                f"name three, or one with fused={layouts}"
+            )
+        self._check_widths(children)
+        for name, size in self.attributes.items():
+            if size not in SIZES or not isinstance(getattr(module, name, None), int):
+                raise ValueError(
+                    f"attribute {name!r} of {kind} is no {size!r}; map int attributes to {', '.join(SIZES)}"
+                )
+        for name, axis in self.per_head.items():
+            tensor = _find_tensor(module, name)
+            if tensor is None or not 0 <= axis < tensor.dim() or tensor.shape[axis] % self.heads:
+                shape = None if tensor is None else list(tensor.shape)
+                raise ValueError(
+                    f"{name!r} of {kind} has no axis {axis} of {self.heads} heads (shape: {shape}); give another"
+                )
+
+    def _check_widths(self, children: Mapping[str, nn.Module]) -> None:
+        """Raise unless the channels of the projections are those of the heads; q and k need equal head widths."""
+        rows = {name: get_output_width(children[name]) for name in (self.q, self.k, self.v)}
+        if self.is_fused:
+            blocks = self.heads + 2 * self.num_kv_heads
+            is_equal = get_input_width(children[self.out]) * blocks == rows[self.q] * self.heads
+            if rows[self.q] % blocks or not is_equal or (self.fused == "by head" and self.heads != self.num_kv_heads):
+                raise ValueError(
+                    f"{rows[self.q]} channels of {self.q} are not {blocks} heads of q, k and v with the "
+                    f"{get_input_width(children[self.out])} input channels of {self.out}; give other heads"
+                )
+            return
+        counts = {self.q: self.heads, self.k: self.num_kv_heads, self.v: self.num_kv_heads}
+        widths = {name: rows[name] / count for name, count in counts.items()}
+        out = get_input_width(children[self.out]) / self.heads
+        if widths[self.q] != widths[self.k] or widths[self.v] != out or not (widths[self.q] * out).is_integer():
+            parts = ", ".join(f"{name} {rows[name]}" for name in rows)
+            raise ValueError(
+                f"channels {parts}, {self.out} {get_input_width(children[self.out])} are not those of {self.heads} "
+                f"heads and {self.num_kv_heads} key-value heads; give other heads"
+            )
+
+
+class AttentionDeclaration(NamedTuple):
+    """A custom attention module: number of heads, path of its output projection, and all projections if declared."""
+
+    heads: int
+    output_name: str
+    projections: AttentionSite | None = None
+
+
+_DECLARATIONS: WeakKeyDictionary[nn.Module, AttentionDeclaration] = WeakKeyDictionary()
+
+
+def declare(module: nn.Module, projections: AttentionSite | None = None, *, heads: int = 0, output: str = "") -> None:
+    """Declare a module as attention: by all its projections, or with `heads` heads and its output projection alone.
+
+    >>> import headwise as hw
+    >>> class Mine(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.mix, self.last = nn.Linear(6, 18), nn.Linear(6, 6)
+    >>> net = nn.Sequential(Mine(), Mine())
+    >>> hw.declare(net[0], heads=3, output="last")
+    >>> hw.declare(net[1], hw.AttentionSite(q="mix", k="mix", v="mix", out="last", heads=2))
+    >>> [(site.name, site.q, site.dim, site.prune.possible) for site in hw.sites(net)]
+    [('model.0.attention', 3, 2, False), ('model.1.attention', 2, 3, True)]
+    """
+    if projections is not None:
+        if heads or output:
+            raise ValueError("heads= and output= are part of the AttentionSite; leave them out")
+        projections.check(module)
+        _DECLARATIONS[module] = AttentionDeclaration(projections.heads, projections.out, projections)
+        return
+    children = dict(module.named_modules())
+    if output not in children or not get_input_width(children[output]):
+        raise ValueError(f"{type(module).__name__} has no projection {output!r}; name a child that is an nn.Linear")
+    if not isinstance(heads, int) or heads < 1 or get_input_width(children[output]) % heads:
+        width = get_input_width(children[output])
+        raise ValueError(f"heads={heads!r} does not divide the {width} input channels of {output}; give a divisor")
+    _DECLARATIONS[module] = AttentionDeclaration(heads, output)
+
+
+def get_declaration(module: nn.Module) -> AttentionDeclaration | None:
+    """The declaration of this module, if it was declared with `declare`."""
+    return _DECLARATIONS.get(module)
+
+
+def get_input_width(module: nn.Module) -> int:
+    """Number of input channels of a projection; 0 if the module is not a projection."""
+    in_features = getattr(module, "in_features", None)  # nn.Linear and its replacements
+    if isinstance(in_features, int):
+        return in_features
+    inner = getattr(module, "base_layer", None)  # wrappers such as LoRA layers
+    if isinstance(inner, nn.Module):
+        return get_input_width(inner)
+    weight = getattr(module, "weight", None)
+    # transformers' Conv1D (GPT-2) stores the transposed weight
+    return weight.shape[0] if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) else 0
+
+
+def get_output_width(module: nn.Module) -> int:
+    """Number of output channels of an nn.Linear."""
+    return module.out_features if isinstance(module, nn.Linear) else 0
+
+
+def _find_tensor(module: nn.Module, name: str) -> Tensor | None:
+    """The parameter or buffer of this name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}.get(name)

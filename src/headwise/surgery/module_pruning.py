@@ -1,0 +1,248 @@
+"""Pruning of heads in any nn.Module whose projections are declared with `hw.AttentionSite`.
+
+The rows of q, k and v and the columns of the output projection that belong to removed heads are cut out of a copy of
+the model, which is then compared with the ablated original on an example.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SpecError
+from ..inspect.ablation import HeadRef, ablate, group_by_site
+from ..inspect.adapters.declarations import AttentionSite, declare, get_declaration, get_output_width
+from ..inspect.adapters.output_projection import NUM_HEADS_NAMES, NUM_KV_HEADS_NAMES
+from ..inspect.attention_sites import find_attention
+from ..inspect.hooks import SiteModule
+from ..inspect.model_inputs import prepare_inputs
+from .pruning_plan import HeadId
+
+TOLERANCE = 1e-4  # largest difference from the ablated model, relative to the largest output
+
+
+@dataclass(frozen=True, eq=False)
+class ModulePruning:
+    """The pruned copy of a model, its removed heads, the number of removed parameters, and the largest difference from
+    the ablated model on the example, relative to its largest output."""
+
+    after: nn.Module
+    removed_heads: tuple[HeadId, ...]
+    removed_params: int
+    difference: float
+
+
+class HeadCut(NamedTuple):
+    """Which query heads and key-value heads of a declared module are kept."""
+
+    site: AttentionSite
+    heads: tuple[int, ...]
+    kv_heads: tuple[int, ...]
+
+    @staticmethod
+    def without(site: AttentionSite, name: str, removed: Iterable[int]) -> HeadCut:
+        """Remove query heads; a key-value head goes with the last query head that uses it."""
+        group_size, gone = site.heads // site.num_kv_heads, set(removed)
+        heads = tuple(head for head in range(site.heads) if head not in gone)
+        counts = {kv: sum(head // group_size == kv for head in heads) for kv in range(site.num_kv_heads)}
+        kv_heads = tuple(kv for kv, count in counts.items() if count)
+        if not heads:
+            raise SpecError(f"cannot remove all {site.heads} heads of {name}; keep at least one")
+        if len({counts[kv] for kv in kv_heads}) > 1:
+            sizes = ", ".join(str(counts[kv]) for kv in kv_heads)
+            raise SpecError(
+                f"cannot prune {name}: its key-value heads would be shared by {sizes} query heads; keep the same "
+                "number of query heads in each group, or remove whole groups"
+            )
+        return HeadCut(site, heads, kv_heads)
+
+    @property
+    def rows(self) -> dict[str, list[int]]:
+        """The blocks of rows to keep in each projection of q, k and v; all blocks have the width of one head."""
+        site, kv = self.site, self.site.num_kv_heads
+        if not site.is_fused:
+            return {site.q: list(self.heads), site.k: list(self.kv_heads), site.v: list(self.kv_heads)}
+        if site.fused == "by head":
+            return {site.q: [3 * head + part for head in self.heads for part in range(3)]}
+        starts, kept = (0, site.heads, site.heads + kv), (self.heads, self.kv_heads, self.kv_heads)
+        return {site.q: [start + n for start, numbers in zip(starts, kept, strict=True) for n in numbers]}
+
+    @property
+    def num_blocks(self) -> dict[str, int]:
+        """The number of blocks of rows of each projection before pruning."""
+        site, kv = self.site, self.site.num_kv_heads
+        return {site.q: site.heads + 2 * kv} if site.is_fused else {site.q: site.heads, site.k: kv, site.v: kv}
+
+
+def prune_module(model: nn.Module, heads: Iterable[HeadRef], example: Any) -> ModulePruning:
+    """Return a copy of any model without these heads, at sites whose projections are declared.
+
+    A head is (layer, head) or (site name, head), as for `hw.ablate`. `example` is an input of the model, on which the
+    copy must equal the ablated model; it is an error if it does not, for example because another parameter has heads
+    that `AttentionSite(per_head=...)` does not name. `model` is not changed, and the copy is declared as well.
+
+    >>> import headwise as hw
+    >>> class Mine(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.mix, self.last, self.num_heads = nn.Linear(6, 18), nn.Linear(6, 6), 3
+    ...
+    ...     def forward(self, x):
+    ...         q, k, v = self.mix(x).unflatten(-1, (3, self.num_heads, 2)).permute(2, 0, 3, 1, 4)
+    ...         z = nn.functional.scaled_dot_product_attention(q, k, v)
+    ...         return self.last(z.transpose(1, 2).flatten(2))
+    >>> net = nn.Sequential(Mine()).eval()
+    >>> hw.declare(net[0], hw.AttentionSite(q="mix", k="mix", v="mix", out="last", heads=3))
+    >>> done = prune_module(net, [(0, 1)], torch.randn(2, 5, 6))
+    >>> done.removed_params, done.after[0].num_heads
+    (54, 2)
+    """
+    if model.training:
+        raise SpecError("the model is in train mode, where outputs are random; call model.eval() first")
+    site_modules = find_attention(model)
+    removed = group_by_site(model, site_modules, heads)
+    if not removed:
+        raise SpecError("no head would be removed; name heads as (layer, head)")
+    by_name = {site_module.site.name: site_module for site_module in site_modules}
+    cuts = {by_name[name].site.path: _make_cut(model, by_name, name, gone) for name, gone in removed.items()}
+    after = copy.deepcopy(model)
+    removed_params = 0
+    for path, cut in cuts.items():
+        module = after.get_submodule(path)
+        before = sum(parameter.numel() for parameter in module.parameters())
+        counted = count_removed_params(module, cut)
+        _cut_module(module, cut)
+        if before - sum(parameter.numel() for parameter in module.parameters()) != counted:
+            raise SpecError(f"cannot prune {path}: its projections are also used elsewhere in it; untie them first")
+        removed_params += counted
+    names = tuple((name, head) for name, gone in removed.items() for head in sorted(gone))
+    difference = _compare_with_ablated(model, after, names, example)
+    return ModulePruning(after, names, removed_params, difference)
+
+
+def _make_cut(model: nn.Module, by_name: Mapping[str, SiteModule], name: str, removed: Iterable[int]) -> HeadCut:
+    """The cut of one site; raises if its projections are not declared or are shared with other modules."""
+    site_module = by_name[name]
+    site, module = site_module.site, model.get_submodule(site_module.site.path)
+    declaration = get_declaration(module)
+    projections = declaration.projections if declaration is not None else None
+    if projections is None:
+        raise SpecError(
+            f"cannot prune {name}: its projections are not declared; call "
+            "hw.declare(module, hw.AttentionSite(q=..., k=..., v=..., out=..., heads=...))"
+        )
+    if not site.prune.possible:
+        raise SpecError(f"cannot prune {name}: {site.prune.reason}")
+    names = (projections.q, projections.k, projections.v, projections.out)
+    tensors = {id(parameter) for child in names for parameter in module.get_submodule(child).parameters()}
+    used = [path for path, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in tensors]
+    if shared := [path for path in used if not path.startswith(f"{site.path}." if site.path else "")]:
+        raise SpecError(f"cannot prune {name}: {shared[0]} has the same weights; untie them first")
+    if site.same_as is not None or any(other.site.same_as == name for other in by_name.values()):
+        raise SpecError(f"cannot prune {name}: its module runs at several depths; copy it first")
+    return HeadCut.without(projections, name, removed)
+
+
+def count_removed_params(module: nn.Module, cut: HeadCut) -> int:
+    """Number of parameters that a cut removes, from the shapes of the projections."""
+    count = 0
+    for name, kept in cut.rows.items():
+        linear, blocks = module.get_submodule(name), cut.num_blocks[name]
+        assert isinstance(linear, nn.Linear)
+        width = linear.out_features // blocks
+        count += (blocks - len(kept)) * width * (linear.in_features + (linear.bias is not None))
+    out = module.get_submodule(cut.site.out)
+    assert isinstance(out, nn.Linear)
+    removed_share = cut.site.heads - len(cut.heads)
+    count += removed_share * (out.in_features // cut.site.heads) * out.out_features
+    parameters = dict(module.named_parameters())
+    per_head = [parameters[name].numel() for name in cut.site.per_head if name in parameters]
+    return count + sum(numel // cut.site.heads * removed_share for numel in per_head)
+
+
+def _cut_module(module: nn.Module, cut: HeadCut) -> None:
+    """Cut the parameters of removed heads out of a module, set its sizes, and declare it again."""
+    site = cut.site
+    for name, kept in cut.rows.items():
+        linear = module.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        for tensor_name in ("weight", "bias") if linear.bias is not None else ("weight",):
+            _cut_tensor(linear, tensor_name, 0, (cut.num_blocks[name], kept))
+        linear.out_features = linear.weight.shape[0]
+    out = module.get_submodule(site.out)
+    assert isinstance(out, nn.Linear)
+    width = out.in_features // site.heads
+    _cut_tensor(out, "weight", 1, (site.heads, cut.heads))
+    out.in_features = out.weight.shape[1]
+    for name, axis in site.per_head.items():
+        owner, _, tensor_name = name.rpartition(".")
+        _cut_tensor(module.get_submodule(owner), tensor_name, axis, (site.heads, cut.heads))
+    query_width = width if site.is_fused else get_output_width(module.get_submodule(site.q)) // len(cut.heads)
+    heads, kv_heads = len(cut.heads), len(cut.kv_heads)
+    counts = {"heads": heads, "kv_heads": kv_heads, "q": heads * query_width, "k": kv_heads * query_width}
+    counts |= {"v": kv_heads * width, "out": heads * width}
+    for name, size in (_usual_attributes(module, site) | dict(site.attributes)).items():
+        setattr(module, name, counts[size])
+    declare(module, replace(site, heads=heads, kv_heads=kv_heads))
+
+
+def _usual_attributes(module: nn.Module, site: AttentionSite) -> dict[str, str]:
+    """Attributes that hold the numbers of heads by their usual names."""
+    usual = {"kv_heads": (NUM_KV_HEADS_NAMES, site.num_kv_heads), "heads": (NUM_HEADS_NAMES, site.heads)}
+    return {
+        name: size for size, (names, count) in usual.items() for name in names if getattr(module, name, None) == count
+    }
+
+
+def _cut_tensor(owner: nn.Module, name: str, axis: int, blocks: tuple[int, Sequence[int]]) -> None:
+    """Keep some of `blocks` equal blocks of a parameter or buffer along an axis."""
+    tensor: Tensor = getattr(owner, name)
+    count, kept = blocks
+    index = torch.tensor(list(kept), device=tensor.device)
+    with torch.no_grad():
+        smaller = tensor.detach().unflatten(axis, (count, -1)).index_select(axis, index).flatten(axis, axis + 1).clone()
+    is_parameter = isinstance(tensor, nn.Parameter)
+    setattr(owner, name, nn.Parameter(smaller, requires_grad=tensor.requires_grad) if is_parameter else smaller)
+
+
+def _compare_with_ablated(model: nn.Module, after: nn.Module, heads: Sequence[HeadId], example: Any) -> float:
+    """Relative difference of the pruned from the ablated model on an example; raises if it is large."""
+    inputs = prepare_inputs(model, example, 0)
+    with torch.no_grad(), ablate(model, heads):
+        expected = _tensors(model(*inputs.args, **inputs.kwargs))
+    remedy = (
+        "name the sizes that its forward reads in AttentionSite(attributes=...), and other parameters with heads in "
+        "per_head=..."
+    )
+    try:
+        with torch.no_grad():
+            actual = _tensors(after(*inputs.args, **inputs.kwargs))
+    except Exception as error:  # the model may raise anything
+        message = " ".join(str(error).split())[:200]
+        raise SpecError(f"the pruned {type(model).__name__} cannot run: {message}; {remedy}") from error
+    if [tensor.shape for tensor in actual] != [tensor.shape for tensor in expected]:
+        raise SpecError(f"the outputs of the pruned {type(model).__name__} have other shapes; {remedy}")
+    difference = max(
+        (float((one - other).abs().max() / other.abs().max().clamp_min(1e-30)) for one, other in
+         zip(actual, expected, strict=True) if other.is_floating_point() and other.numel()),
+        default=0.0,
+    )  # fmt: skip
+    if not difference <= TOLERANCE:
+        raise SpecError(
+            f"the pruned {type(model).__name__} differs from the ablated one by {difference:.2g} of the largest "
+            f"output; {remedy}"
+        )
+    return difference
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """All tensors of a model's output."""
+    if isinstance(output, Tensor):
+        return [output]
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
+    return [tensor for value in values for tensor in _tensors(value)]
