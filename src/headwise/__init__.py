@@ -57,6 +57,7 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .nn.op_trace import walk
     from .nn.position_embeddings import LearnedPositions, SinusoidalPositions
     from .nn.tensor_attention import attend
+    from .part_checks import check_part
     from .parts import REGISTRY
     from .parts.additive_attention import Additive
     from .parts.alibi import Alibi
@@ -204,6 +205,7 @@ _MODULE_OF_NAME = {
     "layer_activation_memory": "costs.activations",
     "activation_memory": "costs.training_memory",
     "check_formulas": "costs.published_formulas",
+    "check_part": "part_checks",
     "fold_bias": "surgery.weight_folding",
     "fold_qk_transforms": "surgery.weight_folding",
     "LearnedPositions": "nn.position_embeddings",
@@ -242,6 +244,7 @@ _MODULES = (
     "model_spec",
     "models",
     "nn",
+    "part_checks",
     "parts",
     "presets",
     "serving",

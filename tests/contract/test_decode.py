@@ -9,25 +9,18 @@ import torch
 
 import headwise as hw
 from headwise import costs
-from headwise.nn import reference
+from headwise.part_checks import contract
 from support import layer_cases as cases
 from support.layer_cases import EVERY, EXAMPLES, check_close
-from support.layer_checks import decode_in_chunks
-
-CHUNKINGS = [(7,), (1,) * 7, (3, 1, 3), (2, 5)]
+from support.layer_checks import check_comparisons, decode_in_chunks
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_cached_decode_is_one_pass(name):
     try:
-        spec = cases.as_causal(EVERY[name])
-    except hw.SpecError as reason:
+        check_comparisons(contract.compare_decoding(EVERY[name]))
+    except contract.NotApplicableError as reason:
         pytest.skip(f"not causal: {reason}")
-    layer = cases.layer(spec)
-    x, _ = cases.tensors(spec)
-    expected = reference.reference_attention(layer, x)
-    for chunks in CHUNKINGS:
-        check_close(decode_in_chunks(layer, x, chunks, layer.cache(batch=cases.BATCH, capacity=9)), expected)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

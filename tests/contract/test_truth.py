@@ -11,9 +11,10 @@ import headwise as hw
 from headwise.interfaces import ScoreStep
 from headwise.nn import reference
 from headwise.nn.call_validation import PositionLimit
+from headwise.part_checks import contract
 from support import layer_cases as cases
 from support.layer_cases import EVERY, EXAMPLES, check_close
-from support.layer_checks import layer_gradients
+from support.layer_checks import check_comparisons, layer_gradients
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -49,17 +50,7 @@ def test_a_source_is_read_as_the_reference_reads_it(name):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_gradients_are_the_references(name):
-    spec = EVERY[name]
-    layer = cases.layer(spec)
-    x, z = cases.tensors(spec)
-    x.requires_grad_()
-    tokens = cases.sequence_infos(x)["packed"]
-    expected = layer_gradients(layer, reference.reference_attention(layer, x, source=z, tokens=tokens), x)
-    for backend in cases.supporting_backends(spec, needs_grad=True):
-        layer.backend_name = backend
-        ours = layer_gradients(layer, layer(x, source=z, sequence=tokens), x)
-        for parameter, grad in expected.items():
-            check_close(ours[parameter], grad, msg=lambda m, p=parameter: f"{p}: {m}")
+    check_comparisons(contract.compare_gradients(EVERY[name]))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -1,7 +1,4 @@
-"""Specs of the contract tests, and layers and inputs for them.
-
-No two axes are equal: batch 3, tokens 7, source tokens 11, source width 13, model 10, heads 6, dim 4.
-"""
+"""Specs of the contract tests: every example of every part, and pairs of modifiers; and layers of `part_checks`."""
 
 from __future__ import annotations
 
@@ -12,18 +9,26 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.backends import BACKENDS, CallSignature
 from headwise.interfaces import Modifier, Part
 from headwise.interfaces.core_types import Phase
+from headwise.part_checks.layer_cases import (
+    BATCH,
+    SOURCE,
+    TOKENS,
+    WIDTH,
+    as_causal,
+    as_cross_attention,
+    make_base_spec as base,
+    make_inputs as tensors,
+    make_layer as layer,
+    sequence_infos,
+    supporting_backends,
+)
 from headwise.spec.attention_spec import AttentionSpec
 
-BATCH, TOKENS, SOURCE, WIDTH = 3, 7, 11, 13
+__all__ = ["BATCH", "SOURCE", "TOKENS", "WIDTH", "as_causal", "as_cross_attention", "base", "layer", "sequence_infos"]
+__all__ += ["supporting_backends", "tensors"]
 EXACT = {"rtol": 1e-10, "atol": 1e-11}
-
-
-def base(**sizes) -> AttentionSpec:
-    """A small spec; sizes that are not given differ from each other."""
-    return hw.design(**({"model": 10, "heads": 6, "dim": 4} | sizes))
 
 
 def examples() -> dict[str, AttentionSpec]:
@@ -65,54 +70,6 @@ def _name(modifier: Modifier) -> str:
 EXAMPLES = examples()
 PAIRS = pairs()
 EVERY = EXAMPLES | PAIRS
-
-
-def as_causal(spec: AttentionSpec) -> AttentionSpec:
-    """The spec in a form that can be decoded: self-attention, causal where its own pattern reads future tokens."""
-    pattern = spec.pattern if spec.pattern.tokens_before_decode == 0 else hw.Causal()
-    return replace(spec, pattern=pattern, source=None)
-
-
-def as_cross_attention(spec: AttentionSpec) -> AttentionSpec:
-    """The spec as cross-attention over a source of another width."""
-    return replace(spec, pattern=hw.Full(), source=WIDTH)
-
-
-def layer(spec: AttentionSpec, dtype: torch.dtype = torch.float64, backend: str | None = None) -> hw.Attention:
-    """A layer with random weights, so that no parameter stays at its initial zero or one."""
-    layer_ = hw.Attention(spec, backend=backend).to(dtype).eval()
-    with torch.no_grad():
-        for parameter in layer_.parameters():
-            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * 0.5)
-    return layer_
-
-
-def tensors(spec: AttentionSpec, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor | None]:
-    """Input x, and a source if the spec is a cross-attention."""
-    x = torch.randn(BATCH, TOKENS, spec.model, dtype=torch.float64).to(dtype)
-    return x, None if spec.source is None else torch.randn(BATCH, SOURCE, spec.source, dtype=torch.float64).to(dtype)
-
-
-def sequence_infos(x: Tensor) -> dict[str, hw.SequenceInfo]:
-    """Full, right-padded, left-padded and packed batches of seven tokens."""
-    packed = torch.tensor([[0, 0, 0, 1, 1, 2, -1], [0, 0, 0, 0, 0, 0, 0], [-1, 0, 0, 1, 1, 1, 1]])
-    return {
-        "whole": hw.SequenceInfo.from_batch(x),
-        "right": hw.SequenceInfo.from_batch(x, lengths=[7, 3, 0]),
-        "left": hw.SequenceInfo.from_batch(x, lengths=[5, 7, 2], pad="left"),
-        "packed": hw.SequenceInfo.from_batch(x, segments=packed),
-    }
-
-
-def supporting_backends(
-    spec: AttentionSpec, *, dtype: torch.dtype = torch.float64, single_query: bool = False, **more
-) -> list[str]:
-    """Backends that run this spec on the CPU; `more` are further fields of the `CallSignature`."""
-    more = {"needs_grad": torch.is_grad_enabled()} | more
-    call = CallSignature(
-        spec, spec.projection_form(single_query).core(spec), "cpu", dtype, single_query=single_query, **more
-    )
-    return [name for name, backend in BACKENDS.items() if name != "flex" and not backend.unsupported_reasons(call)]
 
 
 def check_close(ours: Tensor, theirs: Tensor, **tolerance: float) -> None:

@@ -12,6 +12,8 @@ from ..errors import suggest
 
 TERMINAL_WIDTH = 80
 HELP_COLUMN = 24  # column in which the explanations start
+COMMANDS_WITHOUT_PARTS = ("demo", "bench")  # read no spec or model of the user
+PART_FILES = "part_files"  # where the parser keeps --import until it has imported the files
 ONE_OR_MORE = (argparse.ONE_OR_MORE, argparse.ZERO_OR_MORE)
 
 
@@ -49,7 +51,8 @@ class _PrintHelp(argparse.Action):
 class CommandParser(argparse.ArgumentParser):
     """Argument parser of one command: `--help` shows the everyday options, `--help-all` also those of expert groups.
 
-    Errors are raised as `UsageError`.
+    Every command that reads specs or models has the option `--import`: its files are imported while arguments are
+    parsed, so no command sees the option. Errors are raised as `UsageError`.
     """
 
     def __init__(self, command: str, description: str, *examples: str) -> None:
@@ -67,12 +70,24 @@ class CommandParser(argparse.ArgumentParser):
         self.register("type", float, _number_parser(float, "a number"))
         self.add_argument("-h", "--help", action=_PrintHelp, nargs=0, help="show this help")
         self.add_argument("--help-all", action=_PrintHelp, nargs=0, const=True, help="show this help with all options")
+        if command not in COMMANDS_WITHOUT_PARTS:
+            self._add_import_argument()
 
     def add_expert_group(self, title: str) -> argparse._ArgumentGroup:
         """Add a group of options that only `--help-all` shows."""
         group = self.add_argument_group(title)
         self._expert_groups.append(group)
         return group
+
+    def _add_import_argument(self) -> None:
+        self.add_expert_group("parts of your own").add_argument(
+            "--import",
+            dest=PART_FILES,
+            action="append",
+            default=argparse.SUPPRESS,
+            metavar="FILE.py",
+            help="run this Python file first, which defines parts that specs and models use; repeatable",
+        )
 
     @property
     def expert_actions(self) -> list[argparse.Action]:
@@ -94,6 +109,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def format_help_all(self) -> str:
         """Return the help with all options."""
+        # The option of every command comes after those of this one.
+        self._action_groups.sort(key=lambda group: any(action.dest == PART_FILES for action in group._group_actions))
         self.usage = " ".join([self.prog.replace("%", "%%"), *self._required_words(), "[OPTIONS]"])
         return super().format_help()
 
@@ -110,6 +127,16 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             self.reject_unknown(unknown)
         return parsed
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Parse the arguments, import the files of `--import`, and return the others with those that are unknown."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        for name in vars(parsed).pop(PART_FILES, []):
+            from .. import parts  # noqa: F401 - registers headwise's own parts first, so that their names are taken
+            from ..interfaces.external_parts import import_part_file
+
+            import_part_file(name)
+        return parsed, unknown
 
     def reject_unknown(self, unknown: Sequence[str]) -> NoReturn:
         """Raise `UsageError` for arguments that the command does not have."""

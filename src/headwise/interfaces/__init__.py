@@ -4,6 +4,7 @@ In reading order:
 
 - `part`: `Part`, the base class with the methods that every part may override, and the registry of
   parts by class name, so that specs can be written as text;
+- `external_parts`: import files with parts of the user, and record which of them a saved model needs;
 - `slots`: the base classes of the slots that a spec fills once (project, similarity, normaliser, merge; patterns live
   in `headwise.masking`);
 - `modifiers`: the base classes of the optional modifiers, one per phase of the computation;

@@ -6,6 +6,7 @@ import math
 from abc import ABC
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
+from importlib.metadata import entry_points
 from types import UnionType
 from typing import (
     TYPE_CHECKING,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C")
 REGISTRY: dict[str, type] = {}
+ENTRY_POINT_GROUP = "headwise.parts"  # a package's entry point is named after its part
 
 
 @dataclass_transform(frozen_default=True)
@@ -54,15 +56,38 @@ def part(cls: type[C]) -> type[C]:
 
 
 def find_class(name: str) -> type:
-    """The registered class with this name.
+    """The registered class with this name; an unknown name is looked up in the entry points of installed packages.
 
     >>> find_class("Softmaxx")
     Traceback (most recent call last):
     headwise.errors.SpecError: there is no part 'Softmaxx'; ...
     """
     if name not in REGISTRY:
-        raise SpecError(f"there is no part {name!r}; {suggest(name, REGISTRY)}")
+        load_entry_point(name)
+    if name not in REGISTRY:
+        hint = suggest(name, [*REGISTRY, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))])
+        own = "if it is your own part, add --import FILE.py, or import its module in Python"
+        raise SpecError(f"there is no part {name!r}; {hint if hint.startswith('did you mean') else own}")
     return REGISTRY[name]
+
+
+def load_entry_point(name: str) -> None:
+    """Import the module that an installed package declares for this part in the group `headwise.parts`, if any does."""
+    found = [*entry_points(group=ENTRY_POINT_GROUP, name=name)]
+    places = sorted({entry.value for entry in found})
+    if len(places) > 1:
+        raise SpecError(f"several packages declare the part {name}: {', '.join(places)}; uninstall all but one")
+    for entry in found:
+        package = entry.dist.name if entry.dist else entry.module
+        fact = f"the package {package} declares the part {name} as {entry.value}"
+        try:
+            entry.load()
+        except Exception as error:  # a module may raise anything
+            raise SpecError(
+                f"{fact}, which fails: {type(error).__name__}: {error}; update or uninstall {package}"
+            ) from error
+        if name not in REGISTRY:
+            raise SpecError(f"{fact}, which registers no part of this name; update or uninstall {package}")
 
 
 def field_defaults(cls: type) -> dict[str, Any]:

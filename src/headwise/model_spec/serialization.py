@@ -14,6 +14,7 @@ from types import UnionType
 from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from ..errors import SpecError, suggest
+from ..interfaces.external_parts import ExternalPart, find_external_parts
 from ..spec import serialization
 from ..spec.attention_spec import AttentionSpec
 from .components import TOKENIZER_FIELDS, ProcessorSpec, SpecNode
@@ -153,7 +154,8 @@ MANIFEST_FORMAT = 1  # version of the folder format; readers refuse other versio
 class ModelManifest(NamedTuple):
     """Contents of headwise.toml: the model spec, the SHA-256 of each file in the folder by name, and the processor.
 
-    Tokenizers are files of their own, so they are not part of the manifest's text.
+    Tokenizers are files of their own, so they are not part of the manifest's text. The text also lists the parts of the
+    model that are not headwise's own, with module and file, because the folder contains no code.
     """
 
     model: ModelSpec
@@ -163,7 +165,9 @@ class ModelManifest(NamedTuple):
     def __str__(self) -> str:
         files = [{"name": name, "sha256": checksum} for name, checksum in self.checksums.items()]
         usage = {"usage": self.usage.to_dict} if self.usage.to_dict else {}
-        return dump_toml({"format": MANIFEST_FORMAT, "files": files, **usage, "model": to_dict(self.model)})
+        rows = [external._asdict() for external in find_external_parts(self.model)]
+        parts = {"parts": rows} if rows else {}
+        return dump_toml({"format": MANIFEST_FORMAT, "files": files, **usage, **parts, "model": to_dict(self.model)})
 
     @staticmethod
     def from_toml(text: str, source: str) -> ModelManifest:
@@ -182,11 +186,13 @@ class ModelManifest(NamedTuple):
             raise SpecError(
                 f"{source} has format = {file_format!r}; this version reads format = {MANIFEST_FORMAT} only"
             )
-        if set(table) - {"usage"} != {"format", "files", "model"}:
+        if set(table) - {"usage", "parts"} != {"format", "files", "model"}:
             raise SpecError(
                 f"{source} holds {', '.join(table)}; it must hold format, files and model, as hw.save writes"
             )
         checksums = dict(_read_checksum(row, source) for row in _as_rows(table["files"]))
+        for row in _as_rows(table.get("parts", [])):
+            ExternalPart.from_dict(row, source).check_registered(source)
         return ModelManifest(from_dict(table["model"]), checksums, _read_processor(table.get("usage", {}), source))
 
 

@@ -11,6 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from ..interfaces.external_parts import import_part_file, imported_part_files
 from .cells import Cell
 from .run_cell import read_result, run_cell, write_result
 
@@ -98,7 +99,9 @@ class ProcessEngine:
         """Run cells in one pool, until all are done or a process dies."""
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self.jobs, mp_context=context, initializer=_use_one_thread)
+            self._pool = ProcessPoolExecutor(
+                self.jobs, mp_context=context, initializer=_prepare_worker, initargs=(imported_part_files(),)
+            )
         pool, queue = self._pool, iter(list(pending.values()))
         futures: dict[Future[dict[str, Any]], Cell] = {}
 
@@ -129,8 +132,8 @@ def make_progress_line(done: int, total: int, cell: Cell, result: Mapping[str, A
     )
 
 
-def _use_one_thread() -> None:
-    """Prepare a worker: one thread for every library, and Ctrl-C is left to the parent."""
+def _prepare_worker(part_files: Sequence[str]) -> None:
+    """Prepare a worker: one thread for every library, the user's own parts, and Ctrl-C is left to the parent."""
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -139,6 +142,8 @@ def _use_one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+    for name in part_files:
+        import_part_file(name)
 
 
 def _run_marked(config: Mapping[str, Any], folder: str) -> dict[str, Any]:

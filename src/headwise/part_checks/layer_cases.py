@@ -1,0 +1,117 @@
+"""Small specs with a part, and random layers and inputs for them.
+
+No two axes are equal: batch 3, tokens 7, source tokens 11, source width 13, model 10, heads 6, dim 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends import BACKENDS, CallSignature
+from ..errors import SpecError
+from ..interfaces import Modifier, Part
+from ..masking.patterns import Causal, Full
+from ..masking.sequence_info import SequenceInfo
+from ..nn.attention import Attention
+from ..presets import design
+from ..spec.attention_spec import SLOTS, AttentionSpec
+
+BATCH, TOKENS, SOURCE, WIDTH = 3, 7, 11, 13
+CAPACITY = 9  # slots of a cache that all tokens fit in
+# Layers around a part that is checked.
+SURROUNDINGS: dict[str, dict[str, Any]] = {
+    "all keys": {},
+    "causal, 2 key-value heads": {"pattern": "causal()", "kv": 2},
+    "window of 3 keys, values of width 5": {"pattern": "window(3)", "vdim": 5},
+}
+CROSS_ATTENTION = "cross-attention"
+COMPILED_BACKENDS = ("flex",)  # compile every call, which takes minutes
+
+
+def make_base_spec(**sizes: Any) -> AttentionSpec:
+    """A small spec; sizes that are not given differ from each other."""
+    options: dict[str, Any] = {"model": 10, "heads": 6, "dim": 4} | sizes
+    return design(**options)
+
+
+def list_cases(part: Part) -> tuple[dict[str, AttentionSpec], dict[str, str]]:
+    """Specs that contain this part or are examples of its class, by name; and the reasons why others are impossible."""
+    slot = _slot_of(part)
+    specs: dict[str, AttentionSpec] = {}
+    reasons: dict[str, str] = {}
+    for name, options in SURROUNDINGS.items():
+        try:
+            specs[name] = make_base_spec(**options, **slot)
+        except SpecError as reason:
+            reasons[name] = str(reason)
+    if specs:
+        try:
+            specs[CROSS_ATTENTION] = as_cross_attention(next(iter(specs.values())))
+        except SpecError as reason:
+            reasons[CROSS_ATTENTION] = str(reason)
+    for n, spec in enumerate(type(part).examples(make_base_spec)):
+        if spec not in specs.values():
+            specs[f"example {n}"] = spec
+    return specs, reasons
+
+
+def _slot_of(part: Part) -> dict[str, Any]:
+    """The argument of `design` that puts this part into a spec."""
+    if isinstance(part, Modifier):
+        return {"modifiers": (part,)}
+    slots = [name for name, kind in SLOTS.items() if isinstance(part, kind)]
+    if not slots:
+        raise SpecError(f"{part!r} fills no slot of a spec; derive its class from one of headwise.interfaces")
+    return {slots[0]: part}
+
+
+def as_causal(spec: AttentionSpec) -> AttentionSpec:
+    """The spec in a form that can be decoded: self-attention, causal where its own pattern reads future tokens."""
+    pattern = spec.pattern if spec.pattern.tokens_before_decode == 0 else Causal()
+    return replace(spec, pattern=pattern, source=None)
+
+
+def as_cross_attention(spec: AttentionSpec) -> AttentionSpec:
+    """The spec as cross-attention over a source of another width."""
+    return replace(spec, pattern=Full(), source=WIDTH)
+
+
+def make_layer(spec: AttentionSpec, dtype: torch.dtype = torch.float64, backend: str | None = None) -> Attention:
+    """A layer with random weights, so that no parameter stays at its initial zero or one."""
+    layer = Attention(spec, backend=backend).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * 0.5)
+    return layer
+
+
+def make_inputs(spec: AttentionSpec, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor | None]:
+    """Random input x, and a source if the spec is a cross-attention."""
+    x = torch.randn(BATCH, TOKENS, spec.model, dtype=torch.float64).to(dtype)
+    return x, None if spec.source is None else torch.randn(BATCH, SOURCE, spec.source, dtype=torch.float64).to(dtype)
+
+
+def sequence_infos(x: Tensor) -> dict[str, SequenceInfo]:
+    """Full, right-padded, left-padded and packed batches of seven tokens."""
+    packed = torch.tensor([[0, 0, 0, 1, 1, 2, -1], [0, 0, 0, 0, 0, 0, 0], [-1, 0, 0, 1, 1, 1, 1]])
+    return {
+        "whole": SequenceInfo.from_batch(x),
+        "right": SequenceInfo.from_batch(x, lengths=[7, 3, 0]),
+        "left": SequenceInfo.from_batch(x, lengths=[5, 7, 2], pad="left"),
+        "packed": SequenceInfo.from_batch(x, segments=packed),
+    }
+
+
+def supporting_backends(
+    spec: AttentionSpec, *, dtype: torch.dtype = torch.float64, single_query: bool = False, **more: Any
+) -> list[str]:
+    """Backends that run this spec on the CPU; `more` are further fields of the `CallSignature`."""
+    more = {"needs_grad": torch.is_grad_enabled()} | more
+    core = spec.projection_form(single_query).core(spec)
+    call = CallSignature(spec, core, "cpu", dtype, single_query=single_query, **more)
+    names = [name for name in BACKENDS if name not in COMPILED_BACKENDS]
+    return [name for name in names if not BACKENDS[name].unsupported_reasons(call)]

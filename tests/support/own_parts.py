@@ -1,0 +1,61 @@
+"""A part that is not headwise's own, in a Python file, and forgetting such parts after a test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import headwise as hw
+from headwise.interfaces import external_parts
+from headwise.interfaces.part import REGISTRY
+
+TEMPERATURE = '''
+"""A temperature for every head."""
+
+from headwise.interfaces import ScoreStep
+from headwise.interfaces.axis_layout import AxisLayout
+from headwise.interfaces.core_types import Param
+from headwise.interfaces.part import part
+from headwise.parts.initialisers import zeros_init
+
+
+@part
+class Temperature(ScoreStep):
+    """s_h -> s_h exp(a_h + start)."""
+
+    start: float = 0.0
+
+    def params(self, spec):
+        return {"log": Param(AxisLayout.parse("q"), zeros_init)}
+
+    def score(self, s, position, factors, p):
+        return s * (p["log"] + self.start).exp().to(s.dtype)
+'''
+
+
+def write_part(folder: Path, name: str = "temperature") -> Path:
+    """Write the file of `Temperature` and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.py"
+    path.write_text(TEMPERATURE)
+    return path
+
+
+@contextmanager
+def forget_parts() -> Iterator[None]:
+    """Forget all parts and modules that the block adds."""
+    parts, modules, paths = set(REGISTRY), set(sys.modules), list(sys.path)
+    try:
+        yield
+    finally:
+        own = [name for name, cls in REGISTRY.items() if not cls.__module__.startswith("headwise.")]
+        added = {name: REGISTRY.pop(name) for name in set(own) - parts}
+        for name in set(sys.modules) - modules:
+            if name in {cls.__module__ for cls in added.values()}:
+                del sys.modules[name]
+        for name in added:
+            vars(hw).pop(name, None)
+        sys.path[:] = paths
+        external_parts.IMPORTED_FILES.clear()
