@@ -15,6 +15,7 @@ from .entry import Entry, Kind, Text, Verdict
 FOLDER = Path(__file__).parent
 # The modules of each document, in reading order; beside each is a .toml file with its texts.
 MODULES = {
+    "000": ("self_attention_basics",),
     "001": ("parameters_and_scaling",),
     "003": ("attention_mechanism", "attention_comparison", "misconceptions"),
     "004": ("kernel_lookup",),

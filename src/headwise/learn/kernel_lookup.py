@@ -12,7 +12,7 @@ from ..demo import soft_lookup
 from ..demo.soft_lookup import KEYS, QUERY, VALUES
 from ..nn.tensor_attention import attend
 from ..presets import design, from_toml
-from .entry import Outcome, judge, judge_condition
+from .entry import Outcome, judge
 from .sampled_tensors import largest_difference, make_layer, sample
 
 

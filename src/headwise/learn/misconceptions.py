@@ -249,7 +249,7 @@ def heads_need_not_divide(*, model: int = 10, heads: int = 3, width: int = 4) ->
 def more_heads_cost_more(*, width: int | None = None) -> Outcome:
     """Parameters, FLOPs and scores for 1 to 32 heads at d = 512; `width` fixes the width of a head."""
     numbers = cost_by_heads(width=width).numbers
-    return judge(numbers["params_32"] > numbers["params_1"], **numbers)  # pyright: ignore[reportOperatorIssue] - counts
+    return judge(float(numbers["params_32"]) > float(numbers["params_1"]), **numbers)
 
 
 # --- Section 8: further mechanisms ---------------------------------------------------------------------
