@@ -166,6 +166,21 @@ def served() -> str:
 
 
 @generates
+def learn_documents() -> str:
+    """The documents of `headwise learn`: entries by verdict, and topics."""
+    from headwise.learn.catalogue import list_topics, load_documents
+    from headwise.learn.entry import Verdict
+
+    rows = []
+    for document in load_documents():
+        verdicts = [entry.verdict for entry in document.entries]
+        counts = [str(verdicts.count(verdict)) for verdict in (Verdict.HOLDS, Verdict.HOLDS_IF, Verdict.WRONG)]
+        topics = ", ".join(f"`{topic}`" for topic in list_topics(document.entries))
+        rows.append([f"`{document.id}`", document.title.en, *counts, topics])
+    return table(["document", "title", "holds", "holds if", "wrong", "topics"], rows)
+
+
+@generates
 def benched() -> str:
     """The last measurements of `headwise bench`."""
     import benchmark_pages

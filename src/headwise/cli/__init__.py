@@ -24,6 +24,7 @@ from .command_parser import UsageError
 # One line per command, in the order of the help.
 COMMANDS = {
     "demo": "tour of a trained translator: its heads, ablation, pruning",
+    "learn": "five documents on attention: every formula and claim is run",
     "view": "every head of a model in the browser, or in one HTML file",
     "spec": "show a spec or a model: parameters by name, cost, cache, mask",
     "cost": "parameters, FLOPs, memory and time of specs and models",

@@ -1,0 +1,97 @@
+"""`headwise learn`: the source documents, walked in order; every formula, table, figure, listing and claim is run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import add_json_argument, print_page, to_json
+from .command_parser import CommandParser
+
+if TYPE_CHECKING:
+    from ..learn.entry import Entry, Result
+
+LANGUAGES = ("en", "zh")
+
+
+def main(argv: list[str]) -> int:
+    """Run the entries of a document or topic, each printed as soon as it is computed."""
+    args = _parser().parse_args(argv)
+    language = args.lang or language_of_locale()
+    from ..learn.catalogue import find_entries, load_documents
+    from ..learn.entry_text import format_entry, format_list, format_overview
+
+    if args.html is not None:
+        return _write_pages(args.what, args.html, language)
+    if args.list or args.what is None:
+        documents = load_documents()
+        if args.json:
+            print_page(to_json([_listed(entry) for document in documents for entry in document.entries]))
+        else:
+            print_page((format_list if args.list else format_overview)(documents, language))
+        return 0
+    entries = find_entries(args.what)
+    if args.json:
+        print_page(to_json([_checked(entry, entry.check()) for entry in entries]))
+        return 0
+    for entry in entries:
+        print_page(format_entry(entry, entry.check(), language) + "\n")
+    return 0
+
+
+def language_of_locale() -> str:
+    """The language of the terminal's locale: zh for Chinese locales, else en."""
+    names = (os.environ.get(name) for name in ("LC_ALL", "LC_MESSAGES", "LANG"))
+    return "zh" if next(filter(None, names), "").lower().startswith("zh") else "en"
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "learn",
+        "Walk the five source documents on attention. Every formula, table, figure, listing and claim is quoted and "
+        "run: the numbers, whether it holds, and why.",
+        "headwise learn 003",
+        "headwise learn softmax-scale --lang zh",
+    )
+    parser.add_argument(
+        "what", nargs="?", metavar="TOPIC", help="a document 000 to 004, a topic, an entry (003-2.1) or a row (C1.4)"
+    )
+    parser.add_argument("--list", action="store_true", help="name every entry with its state, and run nothing")
+    parser.add_argument("--lang", choices=LANGUAGES, help="language of the texts (default: the locale's)")
+    parser.add_argument("--html", metavar="DIR", help="write one page for each document, with figures")
+    add_json_argument(parser)
+    return parser
+
+
+def _write_pages(what: str | None, folder: str, language: str) -> int:
+    from ..learn.catalogue import find_entries, load_documents
+    from ..learn.document_page import write_document_page
+    from ..learn.entry_text import Words
+
+    ids = None if what is None else list(dict.fromkeys(entry.document for entry in find_entries(what)))
+    for document in load_documents() if ids is None else load_documents(ids):
+        path = Path(folder) / f"{document.id}.html"
+        write_document_page(document, language, path)
+        print_page(f"{Words(language).phrase('wrote')} {path}")
+    return 0
+
+
+def _listed(entry: Entry) -> dict[str, Any]:
+    return {
+        "id": entry.id,
+        "document": entry.document,
+        "kind": entry.kind.value,
+        "topic": entry.topic,
+        "rows": list(entry.rows),
+        "state": entry.verdict.value,
+        "quote_zh": entry.quote_zh,
+        "line_en": entry.line_en,
+        "line_zh": entry.line_zh,
+        "command": entry.command,
+    }
+
+
+def _checked(entry: Entry, result: Result) -> dict[str, Any]:
+    answers = {"reason_en": result.reason_en, "reason_zh": result.reason_zh, "reference": entry.reference}
+    return _listed(entry) | {"state": result.verdict.value, "numbers": dict(result.numbers)} | answers

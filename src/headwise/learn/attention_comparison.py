@@ -1,0 +1,278 @@
+"""Runs of document 003, sections 4 and 5: attention beside RNN and CNN, its variants, and the listing."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from .. import costs
+from ..costs.complexity import ComplexityTable, LayerSizes
+from ..interfaces.core_types import Probe
+from ..nn.attention import Attention
+from ..nn.position_embeddings import sinusoidal_table
+from ..nn.tensor_attention import attend
+from ..presets import design, from_toml
+from .attention_mechanism import gru_steps
+from .entry import Outcome, judge, judge_condition
+from .sampled_tensors import largest_difference, make_layer, sample
+
+
+def compare_with_recurrence(*, tokens: int = 4096, model: int = 512) -> Outcome:
+    """Sequential steps, path lengths and FLOPs of self-attention and a GRU; attention costs less up to n = d."""
+    layers = {layer.name: layer for layer in ComplexityTable.from_sizes(LayerSizes(tokens, model)).layers}
+    attention, gru = layers["self-attention"], layers["GRU"]
+    numbers = {"attention_serial": attention.serial, "gru_serial": gru.serial, "attention_path": attention.path}
+    numbers |= {"gru_path": gru.path, "attention_flops": attention.flops, "gru_flops": gru.flops}
+    numbers |= {"dearer": gru.dearer or 0, "tokens": tokens, "model": model}
+    return judge_condition(attention.flops > gru.flops, (gru.dearer or 1) <= 1, **numbers)
+
+
+def stream_of_keys(*, rescale: bool = True) -> Outcome:
+    """Keys and values read once, one after the other, with a running maximum: equal to attention in any order.
+
+    The states of a GRU depend on the order; attention does not. `rescale` corrects the sums when the maximum grows.
+    """
+    q, k, v = sample(1, 5), sample(2, 11, 5), sample(3, 11, 3)
+    whole = attend(q[None], k, v)[0][0]
+    streamed = largest_difference(_stream(q, k, v, rescale), whole)
+    permuted = largest_difference(_stream(q, k.flip(0), v.flip(0), rescale), whole)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        gru = nn.GRU(5, 5).double()
+    changed = largest_difference(gru_steps(gru, k)[-1].detach(), gru_steps(gru, k.flip(0))[-1].detach())
+    random_access = max(streamed, permuted) > 1e-12
+    return judge(random_access, streamed=streamed, permuted=permuted, gru=changed)
+
+
+def _stream(q: Tensor, k: Tensor, v: Tensor, rescale: bool) -> Tensor:
+    most, total, mixed = -math.inf, 0.0, torch.zeros_like(v[0])
+    for key, value in zip(k, v, strict=True):
+        score = float(q @ key) / math.sqrt(len(q))
+        larger = max(most, score)
+        factor = math.exp(most - larger) if rescale else 1.0
+        weight = math.exp(score - larger)
+        total, mixed, most = total * factor + weight, mixed * factor + weight * value, larger
+    return mixed / total
+
+
+def inductive_bias(*, pattern: str = "full()") -> Outcome:
+    """Attention commutes with every permutation of the tokens; a convolution commutes with shifts alone."""
+    layer, x, kernel = make_layer(design(model=8, heads=2, pattern=pattern)), sample(1, 7, 8), sample(2, 8, 8, 3)
+    order = torch.tensor([3, 0, 6, 1, 5, 2, 4])
+
+    def convolve(x: Tensor) -> Tensor:
+        return F.conv1d(F.pad(x.T[None], (1, 1), mode="circular"), kernel)[0].T
+
+    attention = largest_difference(layer(x[None, order])[0].detach(), layer(x[None])[0, order].detach())
+    convolution = largest_difference(convolve(x[order]), convolve(x)[order])
+    shifted = largest_difference(convolve(x.roll(2, 0)), convolve(x).roll(2, 0))
+    return judge(attention > 1e-9, attention=attention, convolution=convolution, shifted=shifted)
+
+
+def shared_by_positions(*, pattern: str = "full()") -> Outcome:
+    """Parameters for 10 and 10,000 tokens, and the derivative of one output by another token's input."""
+    spec = design(model=16, heads=2, pattern=pattern)
+    layer, x = make_layer(spec), sample(1, 5, 16)
+    jacobian = torch.func.jacrev(lambda x: layer(x[None])[0, 0])(x).detach()
+    other = float(jacobian[:, 1:].abs().max())
+    return judge(other < 1e-12, parameters=costs.count_parameters(spec), other=other)
+
+
+def receptive_field(*, kernel: int = 3, tokens: int = 4096) -> Outcome:
+    """Layers until the first token reaches the last: a convolution, a dilated one, and attention."""
+    sizes = LayerSizes(tokens, 512, kernel=kernel)
+    layers = {layer.name: layer.path for layer in ComplexityTable.from_sizes(sizes).layers}
+    numbers = {"convolution": layers["convolution"], "dilated": layers["dilated convolution"]}
+    attention = layers["self-attention"]
+    return judge(numbers["convolution"] > attention == 1, **numbers, attention=attention, tokens=tokens)
+
+
+def linear_attention(*, spread: float = 1.0) -> Outcome:
+    """Linear attention with elu features beside softmax attention, a Performer, and the blockwise algorithm.
+
+    `spread` scales queries and keys; at 0 all weights are uniform.
+    """
+    q, k, v = sample(1, 9, 8) * spread, sample(2, 9, 8) * spread, sample(3, 9, 4)
+    exact = attend(q, k, v)[0]
+    features_q, features_k = F.elu(q / 8**0.25) + 1, F.elu(k / 8**0.25) + 1
+    weights = features_q @ features_k.T
+    linear = largest_difference(weights / weights.sum(-1, keepdim=True) @ v, exact)
+    numbers = {"linear": linear}
+    for draws in (64, 16384):
+        numbers[f"performer_{draws}"] = largest_difference(_performer(q, k, v, draws), exact)
+    streamed = torch.stack([_stream(query, k, v, True) for query in q])
+    numbers["flash"] = largest_difference(streamed, exact)
+    converges = numbers["performer_16384"] < numbers["performer_64"]
+    return judge(linear < 0.01 or not converges, **numbers)
+
+
+def _performer(q: Tensor, k: Tensor, v: Tensor, draws: int) -> Tensor:
+    """Attention with positive random features exp(w.x - |x|^2 / 2) (2009.14794)."""
+    directions = sample(7, draws, q.shape[-1])
+    q, k = q / q.shape[-1] ** 0.25, k / k.shape[-1] ** 0.25
+    maps = [torch.exp(x @ directions.T - x.square().sum(-1, keepdim=True) / 2) for x in (q, k)]
+    weights = maps[0] @ maps[1].T
+    return weights / weights.sum(-1, keepdim=True) @ v
+
+
+def sparse_pairs(*, pattern: str = "window(64)") -> Outcome:
+    """Allowed pairs of a pattern at 1,024 and 2,048 tokens, beside the pairs of full attention."""
+    numbers = {}
+    for tokens in (1024, 2048):
+        numbers[f"pairs_{tokens}"] = _required_core(pattern, tokens)
+        numbers[f"full_{tokens}"] = _required_core("full()", tokens)
+    growth = numbers["pairs_2048"] / numbers["pairs_1024"]
+    return judge(growth < 2.2, **numbers, growth=growth)
+
+
+def _required_core(pattern: str, tokens: int) -> int:
+    """Allowed pairs: the core's FLOPs over 2 dim + 2 vdim of one head."""
+    spec = design(model=8, heads=1, pattern=pattern)
+    work = costs.self_attention_work(spec, batch=1, queries=tokens)
+    return (costs.required_flops(spec, work) - 2 * 4 * 8 * 8 * tokens) // (4 * 8)
+
+
+def linear_growth(*, layer: str = "linear") -> Outcome:
+    """Growth of the FLOPs of a layer of `headwise cost --complexity` when the length doubles from 65,536."""
+    flops = [
+        next(row.flops for row in ComplexityTable.from_sizes(LayerSizes(tokens, 64)).layers if row.name == layer)
+        for tokens in (65536, 131072)
+    ]
+    return judge(flops[1] / flops[0] < 2.05, growth=flops[1] / flops[0])
+
+
+def listing_on_visible_rows(*, fill: float = -1e9, largest: float = 1.0) -> Outcome:
+    """The listing against hw.attend, where each row has a visible key, and where one has none.
+
+    `largest` scales the queries: scores far below `fill` would show the keys that are masked.
+    """
+    q, k, v = sample(1, 2, 7, 5) * largest, sample(2, 2, 11, 5), sample(3, 2, 11, 3)
+    mask = sample(4, 2, 7, 11) > 0
+    mask[:, :, 0] = True
+    equal = largest_difference(_listing(q, k, v, mask, fill)[0], attend(q, k, v, mask)[0])
+    mask[0, 1] = False
+    theirs, ours = _listing(q, k, v, mask, fill), attend(q, k, v, mask)[0]
+    numbers = {"visible": equal, "weight": float(theirs[1][0, 1, 0]), "ours": float(ours[0, 1].abs().max())}
+    return judge_condition(equal < 1e-12, abs(numbers["weight"]) < 1e-12, **numbers)
+
+
+def _listing(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, fill: float) -> tuple[Tensor, Tensor]:
+    """Output and weights by the five steps of the listing."""
+    scores = torch.matmul(q, k.transpose(-2, -1)) / torch.sqrt(torch.tensor(q.size(-1), dtype=q.dtype))
+    weights = F.softmax(scores.masked_fill(mask == 0, fill), dim=-1)
+    return torch.matmul(weights, v), weights
+
+
+def masking_constant(*, fill: float = -1e9) -> Outcome:
+    """Four faults of a finite masking constant: float16, a fully masked row, lost differences, a very low score."""
+    try:
+        torch.zeros(2, dtype=torch.float16).masked_fill(torch.tensor([True, False]), fill)
+        half = "no error"
+    except RuntimeError:
+        half = "error"
+    row = torch.zeros(4).masked_fill(torch.ones(4, dtype=torch.bool), fill).softmax(-1)
+    ours = attend(torch.zeros(1, 2), torch.zeros(4, 2), torch.ones(4, 2), torch.zeros(1, 4))[0]
+    added = torch.tensor([1.0, 30.0]) + fill
+    low = torch.tensor([-2e9, 0.0]).masked_fill(torch.tensor([False, True]), fill).softmax(-1)
+    numbers = {"uniform": float(row[0]), "ours": float(ours.abs().max()), "kept": float(added[1] - added[0])}
+    faultless = half == "no error" and not numbers["uniform"] > 0 and float(low[1]) == 0.0
+    return judge(faultless, half=half, masked_weight=float(low[1]), **numbers)
+
+
+def scale_tensor(*, as_tensor: bool = True) -> Outcome:
+    """Tensor operations of the scaling step with a tensor that is made in each call, and with a number."""
+    scores, calls = sample(1, 7, 7), _CountCalls()
+    with calls:
+        divided = scores / torch.sqrt(torch.tensor(64, dtype=torch.float32)) if as_tensor else scores / math.sqrt(64)
+    difference = largest_difference(divided, scores / 8)
+    return judge(calls.count <= 1, operations=calls.count, difference=difference)
+
+
+class _CountCalls(torch.overrides.TorchFunctionMode):
+    """Counts the functions of torch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def separate_value_length(*, keys: int = 11, values: int = 7) -> Outcome:
+    """Whether the number of values may differ from the number of keys."""
+    try:
+        attend(sample(1, 3, 5), sample(2, keys, 5), sample(3, values, 5))
+    except ValueError as error:
+        return judge(False, keys=keys, values=values, message=str(error))
+    return judge(True, keys=keys, values=values, message="-")
+
+
+def half_precision(*, dtype: torch.dtype = torch.float16) -> Outcome:
+    """Error of softmax weights over 4,096 keys when scores and sums are in half precision, and in float32."""
+    scores = sample(1, 64, 4096)
+    exact = scores.softmax(-1)
+    exponentials = scores.to(dtype).exp()
+    total = torch.zeros(64, dtype=dtype)
+    for column in exponentials.unbind(-1):
+        total = total + column  # rounded to dtype after every key
+    low = exponentials / total[:, None]
+    single = scores.float().softmax(-1)
+    errors = {name: float(((w.double() - exact) / exact).abs().max()) for name, w in (("low", low), ("single", single))}
+    large = math.isinf(float(torch.tensor(12.0).to(dtype).exp()))
+    return judge(errors["low"] < 100 * errors["single"], **errors, overflow=str(large))
+
+
+def gradient_checkpointing(*, recompute: bool = True) -> Outcome:
+    """FLOPs of forward and backward with and without gradient checkpointing, by torch's counter."""
+    layer = Attention(design(model=32, heads=4), backend="dense")
+    counts = []
+    for again in (False, recompute):
+        x = sample(1, 1, 64, 32).float().requires_grad_()
+        with FlopCounterMode(display=False) as counter:
+            y = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+            assert isinstance(y, Tensor)
+            y.sum().backward()
+        counts.append(counter.get_total_flops())
+    return judge(counts[1] <= counts[0], ratio=counts[1] / counts[0], flops=counts[0])
+
+
+def half_of_the_encoding(*, halves: str = "sine") -> Outcome:
+    """Error of writing PE(pos + 5) as a linear map of PE(pos): with sines alone, and with sines and cosines."""
+    table = sinusoidal_table(torch.arange(64), 16)
+    errors = {"sine": _shift_error(table[:, ::2]), "both": _shift_error(table)}
+    return judge(errors[halves] < 1e-9, **errors)
+
+
+def _shift_error(table: Tensor, shift: int = 5) -> float:
+    before, after = table[:-shift], table[shift:]
+    solution = torch.linalg.lstsq(before, after, rcond=1e-10, driver="gelsd").solution
+    return largest_difference(before @ solution, after)
+
+
+def rotary_scores(*, rotary: bool = True) -> Outcome:
+    """Spread of the scores at equal distance, when all tokens are equal: rotary and sinusoidal positions."""
+    modifiers = 'modifiers = [{part = "Rotary"}]' if rotary else ""
+    layer = make_layer(from_toml(f"model = 16\nheads = {{q = 2, dim = 8}}\n{modifiers}"))
+    x = sample(1, 1, 1, 16).expand(1, 9, 16)
+    x = x if rotary else x + sinusoidal_table(torch.arange(9), 16)
+    probe = Probe("scores")
+    layer(x, probe=probe)
+    scores = probe.tensors["scores"].detach()
+    spread = max(float(scores.diagonal(distance, -2, -1).std(-1).max()) for distance in (-3, 0, 4))
+    return judge(spread < 1e-12, spread=spread)
+
+
+def log_sum_exp(*, largest: float = 1000.0) -> Outcome:
+    """Softmax by exp and sum, and with the maximum subtracted, for scores up to `largest`."""
+    scores = torch.tensor([largest, largest - 1, 0.0])
+    naive = scores.exp() / scores.exp().sum()
+    stable = (scores - scores.logsumexp(-1)).exp()
+    numbers = {"naive": str(float(naive[0])), "stable": float(stable[0])}
+    return judge(bool(naive.isnan().any()) and not stable.isnan().any(), **numbers)

@@ -1,0 +1,193 @@
+"""Runs of document 003, sections 1 to 3: look-up by content, the formula and its steps, several heads, and RNNs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import costs
+from ..nn.tensor_attention import attend
+from ..presets import design, from_toml
+from .entry import Outcome, judge, judge_condition
+from .matrix_figures import draw_matrices
+from .parameters_and_scaling import gradient_of_softmax, score_variance
+from .sampled_tensors import largest_difference, make_layer, sample
+
+__all__ = ["gradient_of_softmax", "score_variance"]
+
+
+def content_lookup(*, scale: float = 200.0, repeated_key: bool = False) -> Outcome:
+    """Query a store with its own unit keys: error of the value at the usual scale, and at a large scale."""
+    keys, values = F.normalize(sample(1, 6, 8), dim=-1), sample(2, 6, 3)
+    if repeated_key:
+        keys[1] = keys[0]
+    usual = largest_difference(attend(keys, keys, values)[0], values)
+    sharp = largest_difference(attend(keys, keys, values, scale=scale)[0], values)
+    return judge_condition(sharp < 1e-6, usual < 1e-6, usual=usual, sharp=sharp, scale=scale)
+
+
+def reach_of_one_layer(*, pattern: str = "full()", tokens: int = 9) -> Outcome:
+    """Pairs of tokens with a nonzero derivative in one layer: attention, and a convolution of 3 tokens."""
+    layer = make_layer(design(model=4, heads=2, pattern=pattern))
+    kernel = sample(3, 4, 4, 3)
+
+    def convolve(x: Tensor) -> Tensor:
+        return F.conv1d(x.T[None], kernel, padding=1)[0].T
+
+    x = sample(4, tokens, 4)
+    attention = _count_pairs(torch.func.jacrev(lambda x: layer(x[None])[0])(x).detach())
+    convolution = _count_pairs(torch.func.jacrev(convolve)(x))
+    return judge(attention == tokens**2, attention=attention, convolution=convolution, all=tokens**2)
+
+
+def _count_pairs(jacobian_TDSD: Tensor) -> int:
+    return int((jacobian_TDSD.abs().amax((1, 3)) > 0).sum())
+
+
+def attention_formula(*, power: float = 0.5) -> Outcome:
+    """hw.attend against softmax(Q K^T / d_k^power) V written out, with n = 7 queries and m = 13 keys."""
+    q, k, v = sample(1, 7, 5), sample(2, 13, 5), sample(3, 13, 3)
+    weights = torch.exp(q @ k.T / 5**power)
+    written = weights / weights.sum(-1, keepdim=True) @ v
+    ours = attend(q, k, v)[0]
+    shape = " x ".join(map(str, ours.shape))
+    difference = largest_difference(ours, written)
+    return judge(difference < 1e-12, difference=difference, shape=shape)
+
+
+WORDS = ("我", "爱", "你")
+
+
+def five_steps(*, power: float = 0.5) -> Outcome:
+    """Scores, scaling, mask, softmax and weighted sum of three tokens, step by step, against hw.attend."""
+    q = torch.tensor([[1.0, 0.0], [0.5, 1.0], [0.0, 2.0]], dtype=torch.float64)
+    k = torch.tensor([[2.0, 1.0], [0.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+    v = torch.tensor([[1.0, 2.0], [3.0, 0.0], [5.0, 4.0]], dtype=torch.float64)
+    scores = q @ k.T
+    scaled = scores / 2**power
+    masked = scaled.masked_fill(~torch.ones(3, 3, dtype=torch.bool).tril(), -math.inf)
+    weights = masked.softmax(-1)
+    output = weights @ v
+    difference = largest_difference(output, attend(q, k, v, causal=True)[0])
+    row_sum = float(weights.sum(-1).max())
+    steps = [("1 QK^T", scores), ("2 / √d_k", scaled), ("3 mask", masked), ("4 softmax", weights), ("5 · V", output)]
+    figure = draw_matrices([(name, matrix.tolist()) for name, matrix in steps], WORDS)
+    numbers = {"score_21": float(scores[1, 0]), "scaled_21": float(scaled[1, 0]), "weight_21": float(weights[1, 0])}
+    numbers |= {"output_2": ", ".join(f"{number:.4f}" for number in output[1].tolist())}
+    outcome = judge(difference < 1e-12, **numbers, row_sum=row_sum, difference=difference)
+    return Outcome(outcome.verdict, outcome.numbers, figure)
+
+
+def causal_mask(*, pattern: str = "causal()", changed: int = 5) -> Outcome:
+    """Change of the outputs before and from a position on, when the tokens from there on are replaced."""
+    layer, x = make_layer(design(model=12, heads=3, pattern=pattern)), sample(2, 1, 9, 12)
+    other = torch.cat([x[:, :changed], sample(3, 1, 9 - changed, 12)], 1)
+    difference = (layer(x) - layer(other)).abs().detach()
+    before, after = float(difference[:, :changed].max()), float(difference[:, changed:].max())
+    return judge(before < 1e-12 < after, before=before, after=after, position=changed)
+
+
+def multi_head_formula(*, own_projection: bool = True) -> Outcome:
+    """Concat(head_1 .. head_h) W^O with W_i^Q, W_i^K, W_i^V per head, against hw.Attention, with d_v = 5."""
+    model, heads, dim, vdim = 12, 3, 4, 5
+    layer, x = make_layer(design(model=model, heads=heads, dim=dim, vdim=vdim)), sample(1, 7, model)
+    state = layer.state_dict()
+    outputs = []
+    for head in range(heads):
+        index = head if own_projection else 0
+        w_q, w_k = (state[f"project.{side}"][index * dim : (index + 1) * dim].T for side in "qk")
+        w_v = state["project.v"][index * vdim : (index + 1) * vdim].T
+        outputs.append(((x @ w_q) @ (x @ w_k).T / math.sqrt(dim)).softmax(-1) @ (x @ w_v))
+    y = torch.cat(outputs, -1) @ state["output.o"].T
+    difference = largest_difference(y, layer(x[None])[0].detach())
+    shape = " x ".join(map(str, state["output.o"].T.shape))
+    return judge(difference < 1e-12, difference=difference, w_o=shape)
+
+
+def cost_by_heads(*, width: int | None = None, tokens: int = 512) -> Outcome:
+    """Parameters, FLOPs and numbers in the score tensor for 1 to 32 heads at d = 512; `width` fixes d_k."""
+    numbers: dict[str, int] = {}
+    for heads in (1, 8, 32):
+        spec = design(model=512, heads=heads, dim=width)
+        numbers[f"params_{heads}"] = costs.count_parameters(spec)
+        work = costs.self_attention_work(spec, batch=1, queries=tokens)
+        numbers[f"flops_{heads}"] = costs.required_flops(spec, work)
+        numbers[f"scores_{heads}"] = heads * tokens**2
+    equal = all(len({numbers[f"{name}_{heads}"] for heads in (1, 8, 32)}) == 1 for name in ("params", "flops"))
+    return judge(equal, **numbers)
+
+
+def additive_attention(*, bias: float = 1.0) -> Outcome:
+    """v^T tanh(W_q q + W_k k + b) of Bahdanau, against the scores of headwise; `bias` multiplies b."""
+    spec = from_toml('model = 12\nheads = {q = 3, dim = 4}\nsimilarity = {part = "Additive"}')
+    layer, x = make_layer(spec, scale=0.5), sample(1, 1, 5, 12)
+    state, q, k = layer.state_dict(), *(_project(layer.state_dict()[f"project.{side}"], x) for side in "qk")
+    v, b = state["similarity.v"], state["similarity.bias"] * bias
+    hidden = torch.tanh(q[:, :, :, None] + k[:, :, None] + b[:, None, None])
+    weights = (hidden * v[:, None, None]).sum(-1).softmax(-1)
+    values = _project(state["project.v"], x)
+    y = (weights @ values).transpose(1, 2).flatten(2) @ state["output.o"].T
+    difference = largest_difference(y, layer(x).detach())
+    return judge(difference < 1e-12, difference=difference)
+
+
+def _project(weight: Tensor, x_BTD: Tensor, heads: int = 3) -> Tensor:
+    """[B, H, T, K] of the rows of a projection."""
+    return (x_BTD @ weight.T).unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def fixed_vector(*, steps: int = 12, width: int = 4, decoder_steps: int = 12) -> Outcome:
+    """Rank of the derivative of what a decoder receives by all source vectors: one state, or attention contexts."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        gru = nn.GRU(width, width, batch_first=True).double()
+    queries, x = sample(1, decoder_steps, width), sample(2, steps, width)
+    state = torch.func.jacrev(lambda x: gru_steps(gru, x)[-1])(x)
+    contexts = torch.func.jacrev(lambda v: attend(queries, x, v)[0])(x)
+    fixed = _rank(state.reshape(width, -1))
+    free = _rank(contexts.reshape(decoder_steps * width, -1))
+    return judge(fixed <= width < free, fixed=fixed, attention=free, source=steps * width, width=width)
+
+
+def _rank(matrix: Tensor) -> int:
+    return int(torch.linalg.matrix_rank(matrix, rtol=1e-9))
+
+
+def gru_steps(gru: nn.GRU, x_TD: Tensor) -> Tensor:
+    """All states of a GRU, by its equations, so that derivatives of any order exist."""
+    state, states = x_TD.new_zeros(gru.hidden_size), []
+    parameters = dict(gru.named_parameters())
+    for x in x_TD:
+        from_input = F.linear(x, parameters["weight_ih_l0"], parameters["bias_ih_l0"]).chunk(3)
+        from_state = F.linear(state, parameters["weight_hh_l0"], parameters["bias_hh_l0"]).chunk(3)
+        reset, update = (torch.sigmoid(from_input[n] + from_state[n]) for n in (0, 1))
+        new = torch.tanh(from_input[2] + reset * from_state[2])
+        state = (1 - update) * new + update * state
+        states.append(state)
+    return torch.stack(states)
+
+
+def gradient_by_distance(*, update_bias: float = 0.0, tokens: int = 41) -> Outcome:
+    """Derivative of the last output by the first and by the last but one input: a GRU at its start, and attention."""
+    width = 16
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        gru = nn.GRU(width, width).double()
+        dict(gru.named_parameters())["bias_ih_l0"][width : 2 * width] += update_bias  # a gate near 1 copies the state
+    layer, x = make_layer(design(model=width, heads=2)), sample(1, tokens, width)
+    recurrent = torch.func.jacrev(lambda x: gru_steps(gru, x)[-1])(x).norm(dim=(0, 2)).detach()
+    attention = torch.func.jacrev(lambda x: layer(x[None])[0, -1])(x).norm(dim=(0, 2)).detach()
+    numbers = {"gru": float(recurrent[0] / recurrent[-2]), "attention": float(attention[0] / attention[-2])}
+    return judge(numbers["gru"] < 1e-3 and numbers["attention"] > 0.05, **numbers, distance=tokens - 1)
+
+
+def parallel_equals_sequential(*, pattern: str = "causal()") -> Outcome:
+    """All positions in one call, against one call per position with a KV cache; and the steps that a GRU needs."""
+    layer, x = make_layer(design(model=12, heads=3, pattern=pattern)), sample(1, 1, 9, 12)
+    whole = layer(x).detach()
+    steps = torch.cat([layer(x[:, : t + 1])[:, -1:].detach() for t in range(9)], 1)
+    difference = largest_difference(whole, steps)
+    return judge(difference < 1e-12, difference=difference, steps=9)

@@ -1,0 +1,83 @@
+"""One document as an HTML page that needs no network: quotes, verdicts, reasons with numbers, and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+from ..files import write_atomically
+from .catalogue import Document
+from .entry import Entry, Result, Verdict
+from .entry_text import MARKS, Words
+
+STYLE_FILE = Path(__file__).with_name("document_page.css")
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+CLASSES = {Verdict.HOLDS: "holds", Verdict.HOLDS_IF: "condition", Verdict.WRONG: "wrong", Verdict.NOT_RUN: "small"}
+
+
+def write_document_page(document: Document, language: str, path: Path) -> None:
+    """Run all entries of a document and write its page."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, render_document(document, language).encode())
+
+
+def render_document(document: Document, language: str) -> str:
+    """The page of a document as HTML; every entry is run."""
+    words = Words(language)
+    title = escape(f"{document.id} {document.title.fill(language, {})}")
+    results = [(entry, entry.check()) for entry in document.entries]
+    return "\n".join(
+        [
+            "<!doctype html>",
+            f'<html lang="{language}">',
+            '<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
+            f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">',
+            f'<meta name="color-scheme" content="light dark"><title>{title} · headwise learn</title>',
+            f"<style>\n{STYLE_FILE.read_text(encoding='utf-8')}</style></head>",
+            f"<body><main><h1>{title}</h1>",
+            "<nav>",
+            *(_link(entry, result, words) for entry, result in results),
+            "</nav>",
+            *(line for entry, result in results for line in _article(entry, result, words)),
+            "</main></body></html>",
+            "",
+        ]
+    )
+
+
+def _link(entry: Entry, result: Result, words: Words) -> str:
+    text = f"{MARKS[result.verdict]} {entry.id} {entry.line.fill(words.language, {})}"
+    return f'<a href="#{entry.id}">{escape(text)}</a>'
+
+
+def _article(entry: Entry, result: Result, words: Words) -> Iterator[str]:
+    rows = f"<span>{escape(', '.join(entry.rows))}</span>" if entry.rows else ""
+    verdict = f'<span class="verdict {CLASSES[result.verdict]}">{escape(words.verdict(result.verdict))}</span>'
+    yield f'<article id="{entry.id}"><header><h2>{entry.id}</h2><span>{escape(words.kind(entry))}</span>'
+    yield f"{verdict}{rows}</header>"
+    yield f'<blockquote lang="zh">{escape(entry.quote_zh)}</blockquote>'
+    yield f"<p>{escape(entry.line.fill(words.language, {}))}</p>"
+    yield from _paragraphs(result.reason(words.language))
+    if result.figure:
+        yield f'<div class="scroll">{result.figure}</div>'
+    if entry.run is None:
+        yield f'<p class="small">{escape(words.phrase("facts"))}</p>'
+    for name, text in (("reference", entry.reference), ("see", entry.see)):
+        if text:
+            yield f'<p class="small">{escape(words.phrase(name))}: {escape(text)}</p>'
+    yield f'<p class="small">{escape(words.phrase("command"))}: <code>{escape(entry.command)}</code></p></article>'
+
+
+def _paragraphs(reason: str) -> Iterator[str]:
+    """Paragraphs, and rows of cells between bars as a table."""
+    rows: list[str] = []
+    for line in [*reason.splitlines(), ""]:
+        if " | " in line:
+            rows.append("<tr>" + "".join(f"<td>{escape(cell.strip())}</td>" for cell in line.split(" | ")) + "</tr>")
+            continue
+        if rows:
+            yield f'<div class="scroll"><table>{"".join(rows)}</table></div>'
+            rows = []
+        if line:
+            yield f"<p>{escape(line)}</p>"

@@ -1,0 +1,181 @@
+"""Runs of document 004: estimate a value from stored pairs, and how attention follows from it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..demo import soft_lookup
+from ..demo.soft_lookup import KEYS, QUERY, VALUES
+from ..nn.tensor_attention import attend
+from ..presets import design, from_toml
+from .entry import Outcome, judge
+from .sampled_tensors import largest_difference, make_layer, sample
+
+
+def between_neighbours(*, query: float = QUERY) -> Outcome:
+    """The value between the two neighbours: their mean, and linear interpolation at this query and at 56.5."""
+    line = soft_lookup.look_up("line", soft_lookup.linear_interpolation_weights, query)
+    other = soft_lookup.look_up("line", soft_lookup.linear_interpolation_weights, 56.5)
+    mean = (VALUES[1] + VALUES[2]) / 2
+    return judge(line.value == mean, value=line.value, mean=mean, other=other.value)
+
+
+def indices_of_neighbours(*, query: float = QUERY) -> Outcome:
+    """Indices, from 1, of the two keys next to the query."""
+    order = sorted(range(len(KEYS)), key=lambda n: abs(KEYS[n] - query))[:2]
+    nearest = ", ".join(str(n + 1) for n in sorted(order))
+    return judge(nearest == "1, 2", indices=nearest)
+
+
+def distance_as_weight(*, power: float = 1.0) -> Outcome:
+    """|q - k|^power over its sum as a weight: with all keys, with two neighbours, at 56.5 and at a key."""
+
+    def weights(query: float, keys: tuple[float, ...]) -> list[float]:
+        return soft_lookup.normalise([abs(query - key) ** power for key in keys])
+
+    every = weights(QUERY, KEYS)
+    numbers = {"far": every[0], "near": every[1], "all": _mean(every, VALUES)}
+    numbers["two"] = _mean(weights(QUERY, KEYS[1:]), VALUES[1:])
+    numbers["unequal"] = _mean(weights(56.5, KEYS[1:]), VALUES[1:])
+    if power > 0:
+        numbers["at_key"] = _mean(weights(KEYS[0], KEYS), VALUES)
+    numbers["line"] = soft_lookup.look_up("line", soft_lookup.linear_interpolation_weights, 56.5).value
+    numbers["inverse"] = soft_lookup.look_up("inverse", soft_lookup.inverse_distance_weights).value
+    for width in soft_lookup.KERNEL_WIDTHS:
+        answer = soft_lookup.look_up("kernel", soft_lookup.gaussian_weights(width))
+        numbers[f"kernel_{width:g}".replace(".", "_")] = answer.value
+    return judge(numbers["near"] > numbers["far"], **numbers)
+
+
+def _mean(weights: list[float], values: tuple[float, ...]) -> float:
+    return sum(weight * value for weight, value in zip(weights, values, strict=True))
+
+
+def query_at_every_key(*, keys: tuple[float, ...] = (51.0,), query: float = 51.0) -> Outcome:
+    """The distance weights if the query equals every key, and the weights of softmax for the same keys."""
+    try:
+        weights = soft_lookup.distance_weights(query, keys)
+        distance = ", ".join(f"{weight:g}" for weight in weights)
+    except ZeroDivisionError:
+        distance = "0/0"
+    softmax = torch.softmax(torch.tensor([-((query - key) ** 2) / 2 for key in keys]), 0)
+    return judge(distance != "0/0", distance=distance, softmax=float(softmax[0]))
+
+
+def far_key_counts(*, width: float = 5.0) -> Outcome:
+    """Weight of the key 51 and the estimate, with a Gaussian kernel of this width."""
+    answer = soft_lookup.look_up("kernel", soft_lookup.gaussian_weights(width))
+    return judge(answer.weights[0] > 0.01, weight=answer.weights[0], value=answer.value, width=width)
+
+
+def kernel_is_attention(*, width: float = 2.0, unit: bool = True) -> Outcome:
+    """The kernel estimate as hw.attend with a bias, and the similarity Gaussian against a dot product of unit keys.
+
+    Without `unit`, keys have different lengths.
+    """
+    store = [torch.tensor(numbers, dtype=torch.float64)[:, None] for numbers in (KEYS, VALUES)]
+    query = torch.tensor([[QUERY]], dtype=torch.float64)
+    bias = -((query - store[0].T) ** 2) / (2 * width**2)
+    value = float(attend(torch.zeros_like(query), store[0], store[1], bias=bias)[0])
+    kernel = soft_lookup.look_up("kernel", soft_lookup.gaussian_weights(width)).value
+    q, k, v = sample(1, 5, 4), sample(2, 7, 4), sample(3, 7, 3)
+    k = F.normalize(k, dim=-1) if unit else k
+    weights = (-(torch.cdist(q, k) ** 2) / (2 * width**2)).softmax(-1)
+    dot = largest_difference(weights @ v, attend(q, k, v, scale=1 / width**2)[0])
+    layer = _gaussian_layer_error(width)
+    return judge(dot < 1e-12 and layer < 1e-12, value=value, kernel=kernel, dot=dot, layer=layer)
+
+
+def _gaussian_layer_error(width: float) -> float:
+    """Difference of a layer with similarity Gaussian from its formula."""
+    spec = from_toml(f'model = 8\nheads = {{q = 2, dim = 4}}\nsimilarity = {{part = "Gaussian", width = {width}}}')
+    layer, x = make_layer(spec), sample(4, 1, 5, 8)
+    q, k, v = (_split(x @ layer.state_dict()[f"project.{side}"].T) for side in "qkv")
+    weights = (-(torch.cdist(q, k) ** 2) / (2 * width**2)).softmax(-1)
+    y = (weights @ v).transpose(1, 2).flatten(2) @ layer.state_dict()["output.o"].T
+    return largest_difference(y, layer(x).detach())
+
+
+def _split(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (2, 4)).transpose(1, 2)
+
+
+def kernel_widths(*, narrow: float = 0.01, wide: float = 1e4) -> Outcome:
+    """Estimates at 56.9 for a very narrow and a very wide kernel: the nearest value, and the mean of all."""
+    near, far = (soft_lookup.look_up("kernel", soft_lookup.gaussian_weights(w), 56.9).value for w in (narrow, wide))
+    mean = sum(VALUES) / len(VALUES)
+    return judge(abs(near - VALUES[1]) < 1e-6 and abs(far - mean) < 1e-6, near=near, far=far, mean=mean)
+
+
+def order_of_the_product(*, row_vector: bool = False) -> Outcome:
+    """Whether V times alpha has fitting shapes, with V [n, d_v] and alpha [m, n]; a row vector of values fits."""
+    weights, values = sample(1, 5, 7).softmax(-1), sample(2, 7, 3)
+    values = values.T if row_vector else values
+    alpha = weights.T if row_vector else weights
+    right = " x ".join(map(str, (weights @ (values.T if row_vector else values)).shape))
+    try:
+        product = " x ".join(map(str, (values @ alpha).shape))
+    except RuntimeError:
+        product = "-"
+    return judge(product != "-", product=product, right=right)
+
+
+def queries_and_keys(*, queries: int = 5, keys: int = 7) -> Outcome:
+    """Attention of m queries over n keys: the shape of the weights, and the sum of a row."""
+    _, weights = attend(sample(1, queries, 4), sample(2, keys, 4), sample(3, keys, 3), need_weights=True)
+    assert weights is not None
+    shape = " x ".join(map(str, weights.shape))
+    return judge(queries == keys, shape=shape, row_sum=float(weights.sum(-1).mean()), queries=queries, keys=keys)
+
+
+def weight_matrix(*, normaliser: str = "Softmax") -> Outcome:
+    """Row i of alpha(Q, K) holds the weights of query i: they are positive and sum to 1."""
+    spec = from_toml(f'model = 8\nheads = {{q = 1, dim = 8}}\nnormaliser = {{part = "{normaliser}"}}')
+    layer, x, source = make_layer(spec), sample(1, 1, 3, 8), sample(2, 1, 4, 8)
+    ones = layer.head_outputs(x, source=source)
+    state = layer.state_dict()
+    values = source @ state["project.v"].T
+    solution = torch.linalg.lstsq(values[0].T, ones[0, :, 0].T).solution.T.detach()
+    sums = solution.sum(-1)
+    return judge(float((sums - 1).abs().max()) < 1e-9, rows=3, columns=4, first_sum=float(sums[0]))
+
+
+def one_source_or_two(*, other_source: bool = False) -> Outcome:
+    """Self-attention: queries, keys and values from one X, against the layer with X as its source."""
+    layer, x = make_layer(design(model=12, heads=3)), sample(1, 1, 5, 12)
+    source = sample(2, 1, 5, 12) if other_source else x
+    difference = largest_difference(layer(x).detach(), layer(x, source=source).detach())
+    return judge(difference < 1e-12, difference=difference)
+
+
+def cross_attention(*, cut: bool = False) -> Outcome:
+    """Cross-attention of 5 tokens to 7: shape, and change of the output when the source changes.
+
+    With `cut`, the keys do not depend on the source.
+    """
+    layer, x = make_layer(design(model=12, heads=3)), sample(1, 1, 5, 12)
+    one, other = sample(2, 1, 7, 12), sample(3, 1, 7, 12)
+    outputs = [layer(x, source=one if cut else source).detach() for source in (one, other)]
+    change = largest_difference(*outputs)
+    return judge(change > 1e-6, shape=" x ".join(map(str, outputs[0].shape[1:])), change=change)
+
+
+def learned_maps(*, steps: int = 60, rate: float = 0.1) -> Outcome:
+    """Training W_Q, W_K and W_V to look up a value by content: loss before and after."""
+    layer = make_layer(design(model=8, heads=1, dim=8), scale=0.3)
+    x, target_of = sample(1, 16, 4, 8), sample(2, 8, 8) / math.sqrt(8)
+    target = (x @ target_of).softmax(-1)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=rate)
+    losses = []
+    for _ in range(steps + 1):
+        loss = ((layer(x) - target) ** 2).mean()
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    moved = sum(p.numel() for p in layer.parameters())
+    return judge(losses[-1] < losses[0] / 2, before=losses[0], after=losses[-1], parameters=moved)

@@ -1,0 +1,291 @@
+"""Runs of document 003, sections 6 to 8: seven questions, five misconceptions, and further mechanisms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .. import costs
+from ..costs.complexity import ComplexityTable, LayerSizes
+from ..head_analysis.rank_analysis import measure_qk_spectra
+from ..interfaces.core_types import Probe
+from ..nn.attention import Attention
+from ..nn.position_embeddings import sinusoidal_table
+from ..nn.tensor_attention import attend
+from ..presets import design, from_toml
+from ..viewer.bundled_sample import load_sample_model, load_sample_trace
+from .attention_mechanism import cost_by_heads
+from .entry import Outcome, judge, judge_condition
+from .parameters_and_scaling import sample_scores
+from .sampled_tensors import largest_difference, make_layer, sample
+
+
+def _entropy(weights: Tensor) -> Tensor:
+    return -(weights * weights.clamp(min=1e-300).log()).sum(-1)
+
+
+def _weights(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
+    weights = attend(q, k, k, need_weights=True, scale=scale)[1]
+    assert weights is not None
+    return weights
+
+
+# --- Section 6: seven questions ------------------------------------------------------------------------
+
+
+def soft_addressing(*, sharp: float = 100.0) -> Outcome:
+    """Entropy of weights at a scale near 0 (an average), 1/sqrt(d_k), and `sharp` (a look-up), over 8 keys."""
+    q, k = sample(1, 5, 4), sample(2, 8, 4)
+    entropies = {
+        name: float(_entropy(_weights(q, k, scale)).mean())
+        for name, scale in (("average", 1e-12), ("soft", None), ("hard", sharp))
+    }
+    most = math.log(8)
+    ordered = abs(entropies["average"] - most) < 1e-9 and entropies["hard"] < 0.1 * most
+    return judge(ordered, **entropies, most=most)
+
+
+def square_root_of_width(*, exponent: float = 0.5) -> Outcome:
+    """Standard deviation of scores over d_k^exponent, for d_k = 4, 64 and 1024."""
+    deviations = {f"std_{width}": float((sample_scores(width) / width**exponent).std()) for width in (4, 64, 1024)}
+    return judge(max(deviations.values()) / min(deviations.values()) < 1.1, **deviations)
+
+
+def sum_or_concat(*, tied: bool = True) -> Outcome:
+    """Summing heads before one projection against concatenation with equal blocks of W_O, and the ranks of both.
+
+    The rank is of the linear map from the outputs of all heads to the output of the layer. `tied` repeats one block.
+    """
+    summed = make_layer(from_toml('model = 12\nheads = {q = 3, dim = 4}\nmerge = {part = "SumHeads"}'))
+    concat = make_layer(design(model=12, heads=3))
+    state = summed.state_dict()
+    block = state["output.o"]
+    own = concat.state_dict()["output.o"].clone()
+    concat.load_state_dict(state | {"output.o": block.repeat(1, 3) if tied else own})
+    x = sample(1, 1, 7, 12)
+    difference = largest_difference(summed(x).detach(), concat(x).detach())
+    ranks = [int(torch.linalg.matrix_rank(weight)) for weight in (block.repeat(1, 3), own)]
+    return judge(difference < 1e-12, difference=difference, sum_rank=ranks[0], concat_rank=ranks[1])
+
+
+def unseen_angles(*, trained: int = 64, model: int = 64) -> Outcome:
+    """Pairs of a sinusoid whose angle beyond the trained length was never seen: those with a longer period."""
+    periods = 2 * math.pi * 10000 ** (torch.arange(0, model, 2, dtype=torch.float64) / model)
+    table = sinusoidal_table(torch.arange(2 * trained), model)
+    seen, beyond = table[:trained], table[trained:]
+    nearest = torch.cdist(beyond, seen).amin(-1)
+    spacing = float((table[1] - table[0]).norm())
+    unseen = int((periods > trained).sum())
+    return judge(unseen == 0, unseen=unseen, pairs=model // 2, distance=float(nearest[-1]), spacing=spacing)
+
+
+def cheaper_than_recurrence(*, tokens: int = 512, model: int = 512) -> Outcome:
+    """FLOPs and sequential steps of self-attention and a GRU at this length, and where attention becomes dearer."""
+    layers = {layer.name: layer for layer in ComplexityTable.from_sizes(LayerSizes(tokens, model)).layers}
+    attention, gru = layers["self-attention"], layers["GRU"]
+    numbers = {"attention": attention.flops, "gru": gru.flops, "dearer": gru.dearer or 0, "serial": gru.serial}
+    return judge(attention.flops <= gru.flops, **numbers, tokens=tokens)
+
+
+def redundant_heads(*, trace_heads: bool = True) -> Outcome:
+    """Mean Jensen-Shannon divergence of pairs of heads in a layer of the bundled translator, beside chance.
+
+    For chance, the keys of the second head are permuted. Without `trace_heads`, six heads each attend to another token.
+    """
+    layers = _translator_weights() if trace_heads else [torch.eye(6, dtype=torch.float64)[:, None]]
+    pairs, chance = [], []
+    for heads in layers:
+        for number, one in enumerate(heads):
+            for other in heads[number + 1 :]:
+                pairs.append(_divergence(one, other))
+                order = torch.randperm(other.shape[-1], generator=torch.Generator().manual_seed(len(pairs)))
+                chance.append(_divergence(one, other[:, order]))
+    mean, by_chance = sum(pairs) / len(pairs), sum(chance) / len(chance)
+    return judge(mean < 0.9 * by_chance, closest=min(pairs), mean=mean, chance=by_chance, pairs=len(pairs))
+
+
+def _translator_weights() -> list[Tensor]:
+    """Weights [head, query, key] of the layers of the bundled translator without a causal mask."""
+    trace = load_sample_trace()
+    return [
+        torch.stack([torch.as_tensor(trace.head_weights(layer.name, head)) for head in range(layer.heads)]).double()
+        for layer in trace.layers
+        if not layer.calls[0].causal
+    ]
+
+
+def _divergence(one: Tensor, other: Tensor) -> float:
+    return float((_entropy((one + other) / 2) - (_entropy(one) + _entropy(other)) / 2).mean())
+
+
+def shared_query_key_dimensions(*, draws: int = 8, model: object = None) -> Outcome:
+    """Dimensions for 90 % of the squared singular values of the summed W_Q W_K^T, and of Gaussian weights."""
+    net = load_sample_model() if model is None else model
+    spectra = measure_qk_spectra(net, num_draws=draws)  # pyright: ignore[reportArgumentType] - a torch module
+    shares = [layer.summed.dims / layer.summed.chance for layer in spectra]
+    smallest = min(spectra, key=lambda layer: layer.summed.dims / layer.summed.chance).summed
+    mean = sum(shares) / len(shares)
+    return judge(mean < 0.8, share=mean, dims=smallest.dims, chance=smallest.chance, layers=len(spectra))
+
+
+def one_changed_bit(*, normalised: bool = True) -> Outcome:
+    """Largest change of the last output when one of n input bits flips, for n = 16 and 1,024.
+
+    Softmax weights sum to 1, so one token has a share of about 1/n (Hahn 2020). Without `normalised`, values are added.
+    """
+    changes = {}
+    for tokens in (16, 1024):
+        layer = make_layer(design(model=8, heads=2))
+        bits = (sample(3, tokens) > 0).long()
+        table = sample(4, 2, 8)
+        other = bits.clone()
+        other[0] = 1 - other[0]
+        before, after = (layer(table[b][None])[0, -1].detach() for b in (bits, other))
+        changes[f"change_{tokens}"] = float((after - before).norm()) * (1 if normalised else tokens)
+    factor = changes["change_16"] / changes["change_1024"]
+    return judge(factor < 8, **changes, factor=factor)
+
+
+# --- Section 7: five misconceptions --------------------------------------------------------------------
+
+
+def weighted_mean(*, normaliser: str = "Softmax") -> Outcome:
+    """Same values, another query: change of the weights, and whether outputs lie inside the range of the values.
+
+    With normaliser "Sigmoid" the weights do not sum to 1, and outputs can leave the range.
+    """
+    spec = from_toml(f'model = 8\nheads = {{q = 2, dim = 4}}\nnormaliser = {{part = "{normaliser}"}}')
+    layer, source = make_layer(spec), sample(2, 1, 6, 8)
+    one, other = sample(3, 1, 4, 8), sample(4, 1, 4, 8)
+    weights = [_layer_weights(layer, x, source) for x in (one, other)]
+    values = (source[0] @ layer.state_dict()["project.v"].T).unflatten(-1, (2, 4))
+    outputs = layer.head_outputs(one, source=source).detach()[0]
+    outside = torch.maximum(outputs - values.amax(0), values.amin(0) - outputs).amax()
+    changed, row_sum = largest_difference(*weights), float(weights[0].sum(-1).max())
+    inside = float(outside) <= 1e-12 and abs(row_sum - 1) < 1e-9
+    return judge(changed > 1e-6 and not inside, changed=changed, row_sum=row_sum, outside=float(outside))
+
+
+def _layer_weights(layer: Attention, x: Tensor, source: Tensor) -> Tensor:
+    probe = Probe("weights")
+    layer(x, source=source, probe=probe)
+    return probe.tensors["weights"].detach()
+
+
+def not_an_ensemble(*, independent: bool = False) -> Outcome:
+    """concat(z) W_O against the sum of z_h W_O^h, and the gradient that one head gets from another head's output.
+
+    An ensemble would train each head alone: with `independent`, each head has a loss of its own.
+    """
+    layer, x = make_layer(design(model=12, heads=3)), sample(1, 1, 7, 12)
+    o = layer.head_outputs(x).detach()
+    blocks = layer.state_dict()["output.o"].split(4, 1)
+    parts = [o[:, :, head] @ block.T for head, block in enumerate(blocks)]
+    difference = largest_difference(torch.stack(parts).sum(0), layer.merge_heads(o).detach())
+    target = sample(2, *x.shape)
+
+    def loss(o: Tensor) -> Tensor:
+        if independent:
+            return torch.stack([((o[:, :, h] @ b.T - target) ** 2).sum() for h, b in enumerate(blocks)]).sum()
+        return ((layer.merge_heads(o) - target) ** 2).sum()
+
+    coupling = _coupling(loss, o)
+    return judge(coupling > 1e-9 and difference < 1e-12, difference=difference, coupling=coupling)
+
+
+def _coupling(loss: Callable[[Tensor], Tensor], o: Tensor) -> float:
+    """Largest second derivative of the loss by the outputs of two different heads."""
+
+    def of_first_token(first: Tensor) -> Tensor:
+        return loss(torch.cat([first[None, None], o[:, 1:]], 1))
+
+    second = torch.autograd.functional.hessian(of_first_token, o[0, 0])
+    assert isinstance(second, Tensor)
+    return float(second[0, :, 1].abs().max())
+
+
+def unequal_lengths(*, queries: int = 7, keys: int = 13, modifiers: str = "") -> Outcome:
+    """Self-attention of several lengths with one layer, cross-attention of 7 to 13 tokens, and a padded batch.
+
+    A modifier with a table of positions sets a longest length, which is an error beyond it.
+    """
+    layer = make_layer(from_toml(f"model = 12\nheads = {{q = 3, dim = 4}}\n{modifiers}"))
+    shapes = [tuple(layer(sample(1, 1, tokens, 12)).shape) for tokens in (1, queries, keys)]
+    cross = tuple(layer(sample(1, 1, queries, 12), source=sample(2, 1, keys, 12)).shape)
+    x = sample(3, 1, keys, 12)
+    mask = torch.zeros(1, 1, 1, keys, dtype=torch.bool)
+    mask[..., :queries] = True
+    padded = layer(x, mask=mask)[:, :queries].detach()
+    difference = largest_difference(padded, layer(x[:, :queries]).detach())
+    works = cross == (1, queries, 12) and [shape[1] for shape in shapes] == [1, queries, keys]
+    return judge(not works, cross=f"{cross[1]} x {keys}", padded=difference, lengths=f"1, {queries}, {keys}")
+
+
+def order_without_positions(*, pattern: str = "full()", positions: bool = False) -> Outcome:
+    """ "I love you" and "you love I": the mean of the outputs with and without a causal mask or positions."""
+    embeddings: dict[str, Tensor] = dict(zip(("I", "love", "you"), sample(1, 3, 12), strict=True))
+
+    def pooled(sentence: str, kind: str) -> Tensor:
+        x = torch.stack([embeddings[word] for word in sentence.split()])
+        x = x + sinusoidal_table(torch.arange(3), 12) if positions else x
+        return make_layer(design(model=12, heads=3, pattern=kind))(x[None]).mean(1).detach()
+
+    encoder = largest_difference(pooled("I love you", pattern), pooled("you love I", pattern))
+    decoder = largest_difference(pooled("I love you", "causal()"), pooled("you love I", "causal()"))
+    return judge_condition(encoder < 1e-12, decoder < 1e-12, encoder=encoder, decoder=decoder)
+
+
+def heads_need_not_divide(*, model: int = 10, heads: int = 3, width: int = 4) -> Outcome:
+    """A layer of width 10 with 3 heads of 4 channels: the shape of its output and its parameters."""
+    spec = design(model=model, heads=heads, dim=width)
+    shape = make_layer(spec)(sample(1, 1, 5, model)).shape
+    works = shape[-1] == model and heads * width != model
+    return judge(not works, width=heads * width, model=model, parameters=costs.count_parameters(spec))
+
+
+def more_heads_cost_more(*, width: int | None = None) -> Outcome:
+    """Parameters, FLOPs and scores for 1 to 32 heads at d = 512; `width` fixes the width of a head."""
+    numbers = cost_by_heads(width=width).numbers
+    return judge(float(numbers["params_32"]) > float(numbers["params_1"]), **numbers)
+
+
+# --- Section 8: further mechanisms ---------------------------------------------------------------------
+
+
+def graph_edges(*, complete: bool = False) -> Outcome:
+    """Attention over the edges of a graph: allowed pairs, the influence of nodes that are no neighbours, Edges(all).
+
+    With `complete`, the graph has all edges.
+    """
+    ring = tuple((i, j) for i in range(6) for j in ((i - 1) % 6, i, (i + 1) % 6))
+    every = tuple((i, j) for i in range(6) for j in range(6))
+    edges = every if complete else ring
+    x = sample(1, 6, 8)
+    layer, all_pairs, full = (
+        make_layer(design(model=8, heads=2, pattern=pattern)) for pattern in (_edges(edges), _edges(every), "full()")
+    )
+    jacobian = torch.func.jacrev(lambda x: layer(x[None])[0, 0])(x).detach()
+    far = float(jacobian[:, 3].abs().max())
+    difference = largest_difference(all_pairs(x[None]).detach(), full(x[None]).detach())
+    return judge(far < 1e-12 and difference < 1e-12, pairs=len(edges), far=far, difference=difference)
+
+
+def _edges(pairs: tuple[tuple[int, int], ...]) -> str:
+    return f"edges({pairs!r})"
+
+
+def long_patterns(*, window: int = 513) -> Outcome:
+    """Share of all pairs that Longformer and BigBird allow at 4,096 tokens, of FLOPs of scores and values."""
+    shares = {}
+    for name in ("longformer", "bigbird"):
+        options = {"pattern": f"window({window}, after={window // 2}) | global((0,))"} if name == "longformer" else {}
+        specs = [design(preset=name, model=64, heads=1, **options), design(model=64, heads=1, bias="qkvo")]
+        flops = [
+            costs.required_flops(spec, costs.self_attention_work(spec, batch=1, queries=4096)) - 8 * 4096 * 64 * 64
+            for spec in specs
+        ]
+        shares[name] = flops[0] / flops[1]
+    return judge(max(shares.values()) < 0.25, **shares)

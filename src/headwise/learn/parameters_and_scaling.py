@@ -1,0 +1,189 @@
+"""Runs of document 001: the formula, the number of parameters, and why scores are divided by sqrt(d_k)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import costs
+from ..nn.tensor_attention import attend
+from ..presets import design
+from .entry import Outcome, judge, judge_condition
+from .sampled_tensors import largest_difference, make_layer, sample
+
+KEY_WIDTHS = (4, 16, 64, 256, 1024)
+NUM_KEYS, NUM_ROWS = 16, 512
+
+
+def sample_scores(width: int, spread: float = 1.0, mean: float = 0.0) -> Tensor:
+    """Dot products of random queries with 16 random keys, [rows, keys]."""
+    queries = sample(width, NUM_ROWS, 1, width) * spread + mean
+    keys = sample(width + 1, NUM_ROWS, NUM_KEYS, width) * spread + mean
+    return (queries * keys).sum(-1)
+
+
+def softmax_jacobian_norm(scores: Tensor) -> float:
+    """Mean Frobenius norm of diag(p) - p p^T over the rows."""
+    p = scores.softmax(-1)
+    jacobian = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    return float(jacobian.square().sum((1, 2)).sqrt().mean())
+
+
+def mean_entropy(scores: Tensor) -> float:
+    """Mean entropy of the softmax of the rows, in nats."""
+    log_p = scores.log_softmax(-1)
+    return float(-(log_p.exp() * log_p).sum(-1).mean())
+
+
+def score_variance(*, repeated: bool = False) -> Outcome:
+    """Variance of q.k over d_k; with `repeated`, all components of a query and of a key are equal."""
+    ratios = {}
+    for width in KEY_WIDTHS:
+        scores = sample_scores(1) * width if repeated else sample_scores(width)
+        ratios[f"ratio_{width}"] = float(scores.var()) / width
+    return judge(all(0.8 < ratio < 1.2 for ratio in ratios.values()), **ratios)
+
+
+def gradient_of_softmax(*, exponent: float = 0.5) -> Outcome:
+    """Softmax Jacobian and entropy without scaling, and with scores divided by d_k^exponent."""
+    numbers: dict[str, float] = {}
+    for width in KEY_WIDTHS:
+        scores = sample_scores(width)
+        numbers[f"raw_{width}"] = softmax_jacobian_norm(scores)
+        numbers[f"scaled_{width}"] = softmax_jacobian_norm(scores / width**exponent)
+        numbers[f"entropy_{width}"] = mean_entropy(scores)
+    vanishes = numbers["raw_1024"] < numbers["raw_4"] / 3
+    steady = abs(numbers["scaled_1024"] / numbers["scaled_4"] - 1) < 0.1
+    return judge(vanishes and steady, **numbers)
+
+
+def vanishing_needs_unit_variance(*, spread: float = 1.0) -> Outcome:
+    """Whether unscaled scores saturate: with components of deviation `spread`, and with small components."""
+    numbers = {
+        "unit": softmax_jacobian_norm(sample_scores(1024, spread)),
+        "small": softmax_jacobian_norm(sample_scores(1024, 1024**-0.25)),
+        "width_4": softmax_jacobian_norm(sample_scores(4)),
+    }
+    threshold = numbers["width_4"] / 3
+    return judge_condition(numbers["unit"] < threshold, numbers["small"] < threshold, **numbers)
+
+
+def scaling_and_the_mean(*, mean: float = 0.0) -> Outcome:
+    """Mean and variance of scores before and after division by sqrt(d_k), for components with this mean."""
+    scores, width = sample_scores(256, mean=mean), 256
+    numbers = {
+        "mean_raw": float(scores.mean()),
+        "mean_scaled": float((scores / math.sqrt(width)).mean()),
+        "variance_raw": float(scores.var()),
+        "variance_scaled": float((scores / math.sqrt(width)).var()),
+    }
+    error_of_mean = math.sqrt(numbers["variance_raw"] / scores.numel())
+    return judge(abs(numbers["mean_raw"]) > 6 * error_of_mean, **numbers)
+
+
+def normalisation_is_not_scaling(*, stretch: float = 3.0) -> Outcome:
+    """Whether division by sqrt(d_k) undoes a change of the input's scale, as layer normalisation does."""
+    queries, keys = sample(3, 64, 256), sample(4, 64, 256)
+    scaled = float(((stretch * queries) @ keys.T / 16).std() / (queries @ keys.T / 16).std())
+    normed = torch.nn.functional.layer_norm(stretch * queries, (256,)).std()
+    normed_ratio = float(normed / torch.nn.functional.layer_norm(queries, (256,)).std())
+    return judge(abs(scaled - normed_ratio) < 0.01, scaled=scaled, normed=normed_ratio)
+
+
+def parameters_of_one_matrix(*, matrices: int = 1, model: int = 512, width: int = 64) -> Outcome:
+    """Parameters of the first `matrices` of W_Q, W_K and W_V of one head, and of all three."""
+    shapes = design(model=model, heads=1, dim=width).shapes()
+    sizes = [math.prod(shapes[f"project.{side}"]) for side in "qkv"]
+    one = sum(sizes[:matrices])
+    return judge(one == 3 * model * width, one=one, three=sum(sizes))
+
+
+def total_parameters(*, model: int = 512, heads: int = 8, width: int | None = None) -> Outcome:
+    """3 h d d_k + d^2 against the counted parameters, with d_k = d/h and with another width of heads."""
+    width = model // heads if width is None else width
+    counted = costs.count_parameters(design(model=model, heads=heads, dim=width))
+    other = costs.count_parameters(design(model=model, heads=heads, dim=2 * model // heads))
+    formula = 3 * heads * model * width + model**2
+    wide_formula = 3 * heads * model * (2 * model // heads) + model**2
+    biased = costs.count_parameters(design(model=model, heads=heads, dim=width, bias="qkvo"))
+    numbers = {"counted": counted, "formula": formula, "biased": biased, "wide": other, "wide_formula": wide_formula}
+    return judge_condition(counted == formula, other == wide_formula, **numbers)
+
+
+def parameters_by_heads(*, width: int | None = None) -> Outcome:
+    """Whether parameters grow with h at d = 512; with `width`, every head has this width."""
+    counts = {
+        f"h{heads}": costs.count_parameters(design(model=512, heads=heads, dim=width)) for heads in (1, 2, 4, 8, 16, 32)
+    }
+    return judge(counts["h32"] > counts["h1"], **counts)
+
+
+def parameters_stay_equal(*, width: int | None = None) -> Outcome:
+    """The reverse of `parameters_by_heads`: one head and many heads have equally many parameters."""
+    numbers = parameters_by_heads(width=width).numbers
+    return judge(len(set(numbers.values())) == 1, **numbers)
+
+
+def equal_widths_needed(*, query: int = 5, key: int = 4) -> Outcome:
+    """Whether attend accepts queries and keys of different widths."""
+    try:
+        attend(sample(1, 3, query), sample(2, 7, key), sample(3, 7, 2))
+    except ValueError as error:
+        return judge(False, query=query, key=key, message=str(error))
+    return judge(True, query=query, key=key, message="-")
+
+
+def different_patterns(*, tied: bool = False) -> Outcome:
+    """Mean Jensen-Shannon divergence between the weights of 4 heads; `tied` gives all heads one projection."""
+    q, k = sample(1, 4, 12, 16), sample(2, 4, 12, 16)
+    if tied:
+        q, k = q[:1].expand_as(q), k[:1].expand_as(k)
+    _, weights = attend(q, k, q, need_weights=True)
+    assert weights is not None
+    mean = weights.mean(0)
+    divergence = _entropy(mean).mean() - _entropy(weights).mean()
+    return judge(float(divergence) > 0.01, divergence=float(divergence), most=math.log(4))
+
+
+def _entropy(weights: Tensor) -> Tensor:
+    return -(weights * weights.clamp(min=1e-300).log()).sum(-1)
+
+
+def four_axis_listing(*, scale_power: float = 0.5) -> Outcome:
+    """softmax(Q K^T / d_k^0.5) V on [batch, h, seq_len, d_k], as the listing writes it, against hw.attend."""
+    q, k, v = sample(1, 2, 3, 7, 5), sample(2, 2, 3, 7, 5), sample(3, 2, 3, 7, 5)
+    scores = torch.matmul(q, k.transpose(-1, -2)) / 5**scale_power
+    listed = torch.matmul(torch.softmax(scores, dim=-1), v)
+    difference = largest_difference(listed, attend(q, k, v)[0])
+    return judge(difference < 1e-12, difference=difference, shape=str(tuple(listed.shape)))
+
+
+def self_attention_formula(*, shared_input: bool = True) -> Outcome:
+    """Q = X W_Q, K = X W_K, V = X W_V and the formula, against the layer of headwise."""
+    layer, x = make_layer(design(model=12, heads=1, dim=12)), sample(7, 1, 5, 12)
+    state = layer.state_dict()
+    z = x if shared_input else sample(8, 1, 5, 12)
+    q, k, v = x @ state["project.q"].T, z @ state["project.k"].T, z @ state["project.v"].T
+    y = (q @ k.mT / math.sqrt(12)).softmax(-1) @ v @ state["output.o"].T
+    difference = largest_difference(y, layer(x).detach())
+    return judge(difference < 1e-12, difference=difference)
+
+
+def robust_to_corrupted_heads(*, heads: int = 8, corrupted: float = 0.25, fixed: bool = False) -> Outcome:
+    """Relative change of a random layer's output when a quarter of its heads outputs noise, with 4 and `heads` heads.
+
+    With `fixed`, one head is corrupted whatever the number of heads.
+    """
+    numbers = {}
+    for count in (4, heads):
+        layer, x = make_layer(design(model=64, heads=count)), sample(5, 4, 9, 64)
+        o = layer.head_outputs(x).detach()
+        bad = 1 if fixed else round(corrupted * count)
+        noise = sample(6, *o.shape) * o.std()
+        changed = torch.cat([noise[:, :, :bad], o[:, :, bad:]], 2)
+        before, after = layer.merge_heads(o), layer.merge_heads(changed)
+        numbers[f"h{count}"] = float((after - before).norm().detach() / before.norm().detach())
+    first, last = numbers["h4"], numbers[f"h{heads}"]
+    return judge(last < 0.8 * first, few=first, many=last)

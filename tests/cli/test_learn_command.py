@@ -1,0 +1,112 @@
+"""`headwise learn`: documents, topics, both languages, JSON, pages, and errors in one line."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+from pathlib import Path
+
+import pytest
+
+from headwise import cli
+from headwise.cli.learn import language_of_locale
+from headwise.learn.catalogue import load_documents, load_entries
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(["learn", *words]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def english(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LC_ALL", "LC_MESSAGES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LANG", "en_US.UTF-8")
+
+
+def test_overview_names_documents_and_topics(capsys: pytest.CaptureFixture[str]):
+    text = run(capsys)
+    for document in load_documents():
+        assert f"  {document.id}  {document.title.en}" in text
+        assert f"{len(document.entries)} entries" in text
+    assert "softmax-scale" in text
+
+
+def test_list_names_every_entry_with_its_state(capsys: pytest.CaptureFixture[str]):
+    lines = run(capsys, "--list").splitlines()
+    for entry in load_entries():
+        line = next(line for line in lines if line.split()[:1] == [entry.id])
+        assert f" {entry.verdict.value} " in line
+        assert entry.line_en in line
+
+
+def test_an_entry_has_quote_verdict_and_reason(capsys: pytest.CaptureFixture[str]):
+    text = run(capsys, "003-2.3b")
+    assert text.startswith("[+] 003-2.3b  claim  holds")
+    assert "「通常设置 d_k = d_v = d_model/h，保持计算复杂度不变」" in text
+    assert "1,048,576 parameters" in " ".join(text.replace("    > ", "").split())
+
+
+def test_chinese_by_option_and_by_locale(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    text = run(capsys, "003-2.3b", "--lang", "zh")
+    assert "论断  成立" in text
+    assert "个参数" in text
+    monkeypatch.setenv("LANG", "zh_CN.UTF-8")
+    assert run(capsys, "003-2.3b") == text
+    assert run(capsys, "003-2.3b", "--lang", "en") != text
+
+
+@pytest.mark.parametrize(
+    ("names", "language"),
+    [({"LANG": "zh_TW"}, "zh"), ({"LANG": "zh_CN", "LC_ALL": "C"}, "en"), ({"LANG": ""}, "en")],
+)
+def test_language_of_locale(names: dict[str, str], language: str, monkeypatch: pytest.MonkeyPatch):
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    assert language_of_locale() == language
+
+
+def test_json_has_numbers(capsys: pytest.CaptureFixture[str]):
+    (entry,) = json.loads(run(capsys, "C3.1", "--json"))
+    assert entry["numbers"]["uniform"] == 0.25
+    assert entry["state"] == "wrong"
+    listed = json.loads(run(capsys, "--list", "--json"))
+    assert [row["id"] for row in listed] == [entry.id for entry in load_entries()]
+    assert all("numbers" not in row for row in listed)
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("softmaxscale", "did you mean 'softmax-scale'?"), ("qqq", "headwise learn --list names all entries and topics")],
+)
+def test_unknown_topic_is_one_line(word: str, hint: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["learn", word]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert hint in error
+
+
+class Page(html.parser.HTMLParser):
+    """Ids of articles, addresses, and figures of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.articles, self.addresses, self.figures = [], [], 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = dict(attrs)
+        self.articles += [named["id"]] if tag == "article" else []
+        self.addresses += [value for name, value in attrs if name in ("href", "src")]
+        self.figures += tag == "svg"
+
+
+def test_pages_are_complete_and_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    text = run(capsys, "003-2", "--html", str(tmp_path), "--lang", "zh")
+    assert text.split() == ["已写出", str(tmp_path / "003.html")]
+    page = Page()
+    page.feed((tmp_path / "003.html").read_text())
+    assert page.articles == [entry.id for entry in load_documents(["003"])[0].entries]
+    assert page.addresses == [f"#{id}" for id in page.articles]
+    assert page.figures >= 1
+    assert "<script" not in (tmp_path / "003.html").read_text()

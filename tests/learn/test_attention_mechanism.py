@@ -1,0 +1,285 @@
+"""Document 003, sections 1 to 5: every number against numpy, and every verdict with an input that changes it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from headwise.learn.attention_mechanism import gru_steps
+from headwise.learn.sampled_tensors import make_layer, sample
+from support import learn_entries as learn
+from support.learn_entries import array, attention, layer_output, softmax
+
+ENTRIES = learn.entries_of("003")
+
+
+def unit_keys() -> dict:
+    keys, values = array(sample(1, 6, 8)), array(sample(2, 6, 3))
+    keys = keys / np.linalg.norm(keys, axis=1, keepdims=True)
+    errors = [float(np.abs(attention(keys, keys, values, scale) - values).max()) for scale in (None, 200.0)]
+    return {"usual": errors[0], "sharp": errors[1], "scale": 200.0}
+
+
+def jacobian_norm(scores: np.ndarray) -> float:
+    p = softmax(scores)
+    squares = (p**2).sum(-1)
+    # ||diag(p) - p p^T||^2 = sum p_i^2 - 2 sum p_i^3 + (sum p_i^2)^2
+    return float(np.sqrt(np.maximum(squares - 2 * (p**3).sum(-1) + squares**2, 0)).mean())
+
+
+def random_scores(width: int) -> np.ndarray:
+    queries, keys = array(sample(width, 512, 1, width)), array(sample(width + 1, 512, 16, width))
+    return np.einsum("rod,rkd->rk", queries, keys)
+
+
+def saturation() -> dict:
+    widths = (4, 16, 64, 256, 1024)
+    raw = {f"raw_{d}": jacobian_norm(random_scores(d)) for d in widths}
+    return raw | {f"scaled_{d}": jacobian_norm(random_scores(d) / math.sqrt(d)) for d in widths}
+
+
+def variances() -> dict:
+    return {f"ratio_{d}": float(random_scores(d).var(ddof=1) / d) for d in (4, 64, 1024)}
+
+
+def steps_by_hand() -> dict:
+    first, second = 1 / (1 + math.exp(-1 / math.sqrt(2))), 1 / (1 + math.exp(1 / math.sqrt(2)))
+    output = f"{first * 1 + second * 3:.4f}, {first * 2:.4f}"  # the third key is masked
+    return {
+        "score_21": 2.0,
+        "scaled_21": math.sqrt(2),
+        "weight_21": first,
+        "output_2": output,
+        "row_sum": 1.0,
+        "difference": 0.0,
+    }
+
+
+def masked_change() -> dict:
+    layer, x = make_layer(hw.design(model=12, heads=3, pattern="causal()")), array(sample(2, 1, 9, 12))[0]
+    other = np.concatenate([x[:5], array(sample(3, 1, 4, 12))[0]])
+    allowed = np.tril(np.ones((9, 9), dtype=bool))
+    change = np.abs(layer_output(layer, x, 3, allowed=allowed) - layer_output(layer, other, 3, allowed=allowed))
+    return {"before": float(change[:5].max()), "after": float(change[5:].max()), "position": 5}
+
+
+def four_matrices() -> dict:
+    params, scores = 4 * 512 * 512, 512 * 512
+    flops = 2 * params * 512 + 4 * 512 * 512 * 512
+    return {"params_1": params, "flops_1": flops, "scores_1": scores, "params_32": params, "scores_32": 32 * scores}
+
+
+def ranks() -> dict:
+    torch.manual_seed(0)
+    gru = torch.nn.GRU(4, 4, batch_first=True).double()
+    x = sample(2, 12, 4)
+    state = learn.derivative(lambda rows: array(gru(torch.as_tensor(rows)[None])[1]), array(x))
+    weights = softmax(array(sample(1, 12, 4)) @ array(x).T / 2)  # contexts are weights V: rank(weights) d
+    width = 4
+    rank = int(np.linalg.matrix_rank(weights, rtol=1e-9)) * width
+    return {"fixed": int(np.linalg.matrix_rank(state, rtol=1e-7)), "attention": rank, "source": 48, "width": 4}
+
+
+def gradients() -> dict:
+    torch.manual_seed(0)
+    gru, x = torch.nn.GRU(16, 16).double(), sample(1, 41, 16)
+    recurrent = torch.autograd.functional.jacobian(lambda rows: gru(rows[:, None])[0][-1, 0], x).norm(dim=(0, 2))
+    layer = make_layer(hw.design(model=16, heads=2))
+    slopes = learn.derivative(lambda rows: layer_output(layer, rows, 2)[-1], array(x)).reshape(16, 41, 16)
+    norms = np.sqrt((slopes**2).sum((0, 2)))
+    ratios = {"gru": float(recurrent[0] / recurrent[-2]), "attention": float(norms[0] / norms[-2])}
+    return ratios | {"distance": 40}
+
+
+def table_of_layers() -> dict:
+    n, d = 4096, 512
+    attention_flops = {length: 8 * length * d**2 + 4 * length**2 * d for length in (n, d, d + 1)}
+    assert attention_flops[d] == 12 * d * d**2
+    assert attention_flops[d + 1] > 12 * (d + 1) * d**2
+    return {
+        "tokens": n,
+        "model": d,
+        "gru_serial": n,
+        "attention_serial": 1,
+        "gru_path": n,
+        "attention_path": 1,
+        "gru_flops": 12 * n * d**2,
+        "attention_flops": attention_flops[n],
+        "dearer": d + 1,
+    }
+
+
+def reversed_gru() -> dict:
+    torch.manual_seed(0)
+    gru, k = torch.nn.GRU(5, 5).double(), sample(2, 11, 5)
+    states = [gru(rows[:, None])[1][0, 0] for rows in (k, k.flip(0))]
+    return {"streamed": 0.0, "permuted": 0.0, "gru": float((states[0] - states[1]).detach().abs().max())}
+
+
+def permuted_convolution() -> dict:
+    x, kernel = array(sample(1, 7, 8)), array(sample(2, 8, 8, 3))
+    order = [3, 0, 6, 1, 5, 2, 4]
+
+    def convolve(rows: np.ndarray) -> np.ndarray:
+        return np.stack([sum(kernel[:, :, n] @ rows[(t + n - 1) % 7] for n in range(3)) for t in range(7)])
+
+    return {
+        "attention": 0.0,
+        "convolution": float(np.abs(convolve(x[order]) - convolve(x)[order]).max()),
+        "shifted": 0.0,
+    }
+
+
+def influence_of_others() -> dict:
+    layer, x = make_layer(hw.design(model=16, heads=2)), array(sample(1, 5, 16))
+    slopes = learn.derivative(lambda rows: layer_output(layer, rows, 2)[0], x).reshape(16, 5, 16)
+    return {"parameters": 4 * 16 * 16, "other": float(np.abs(slopes[:, 1:]).max())}
+
+
+def other_functions() -> dict:
+    q, k, v = (array(sample(seed, 9, width)) for seed, width in ((1, 8), (2, 8), (3, 4)))
+    exact, small = attention(q, k, v), 8**-0.25
+
+    def features(x: np.ndarray) -> np.ndarray:
+        return np.where(x > 0, x + 1, np.exp(x))
+
+    def error(one: np.ndarray, other: np.ndarray) -> float:
+        weights = one @ other.T
+        return float(np.abs(weights @ v / weights.sum(1, keepdims=True) - exact).max())
+
+    numbers = {"linear": error(features(q * small), features(k * small)), "flash": 0.0}
+    for draws in (64, 16384):
+        w = array(sample(7, draws, 8))
+        maps = [np.exp(x * small @ w.T - ((x * small) ** 2).sum(1, keepdims=True) / 2) for x in (q, k)]
+        numbers[f"performer_{draws}"] = error(*maps)
+    return numbers
+
+
+def window_pairs() -> dict:
+    pairs = {n: sum(min(t + 1, 64) for t in range(n)) for n in (1024, 2048)}
+    return {
+        "pairs_1024": pairs[1024],
+        "growth": pairs[2048] / pairs[1024],
+        "full_1024": 1024**2,
+        "full_2048": 2048**2,
+    }
+
+
+def checkpointed_ratio() -> dict:
+    """Products of a layer of width 32 over 64 tokens, 4 heads; the output projection is not recomputed."""
+    n, d = 64, 32
+    projection, core = 2 * n * d * d, 2 * n * n * d
+    forward = 4 * projection + 2 * core
+    again = 3 * projection + 2 * core
+    return {"ratio": (3 * forward + again) / (3 * forward), "flops": 3 * forward}
+
+
+def shifted_encoding() -> dict:
+    angles = np.arange(64)[:, None] * 10000.0 ** (-np.arange(0, 16, 2) / 16)
+    before, after = np.sin(angles)[:-5], np.sin(angles)[5:]
+    best = np.linalg.pinv(before, rcond=1e-10) @ after
+    return {"both": 0.0, "sine": float(np.abs(before @ best - after).max())}
+
+
+def half_errors() -> dict:
+    scores = array(sample(1, 64, 4096))
+    exact, powers = softmax(scores), np.exp(scores.astype(np.float16))
+    low = powers / np.add.accumulate(powers, axis=-1, dtype=np.float16)[:, -1:]
+    return {
+        "low": pytest.approx(float(np.abs((low.astype(float) - exact) / exact).max()), rel=1e-3),
+        "overflow": "True",
+    }
+
+
+REFUSED = (
+    "query [3, 5], key [11, 5], value [7, 5]: queries and keys need equal channels, keys and values equal other sizes"
+)
+EXPECTED = {
+    "003-1.2": unit_keys,
+    "003-1.2b": lambda: {"attention": 81, "all": 81, "convolution": 9 * 3 - 2},
+    "003-2.1": lambda: {"difference": 0.0, "shape": "7 x 3"},
+    "003-2.1b": saturation,
+    "003-2.2": steps_by_hand,
+    "003-2.2b": variances,
+    "003-2.2c": masked_change,
+    "003-2.3": lambda: {"difference": 0.0, "w_o": "15 x 12"},
+    "003-2.3b": four_matrices,
+    "003-3.1": lambda: {"difference": 0.0},
+    "003-3.1b": ranks,
+    "003-3.1c": lambda: {"difference": 0.0, "steps": 9},
+    "003-3.2": gradients,
+    "003-4.1": table_of_layers,
+    "003-4.1b": reversed_gru,
+    "003-4.2": lambda: {"tokens": 4096, "convolution": -(-4095 // 2), "dilated": 8, "attention": 1},
+    "003-4.2b": permuted_convolution,
+    "003-4.2c": influence_of_others,
+    "003-4.3": other_functions,
+    "003-4.3b": window_pairs,
+    "003-4.3c": lambda: {"growth": pytest.approx(2, abs=1e-3)},
+    "003-5.1": lambda: {"visible": 0.0, "weight": 1 / 11, "ours": 0.0},
+    "003-5.1b": lambda: {"half": "error", "uniform": 0.25, "ours": 0.0, "kept": 0.0, "masked_weight": 1.0},
+    "003-5.1c": lambda: {"operations": 3, "difference": 0.0},
+    "003-5.1d": lambda: {"keys": 11, "values": 7, "message": REFUSED},
+    "003-5.2": checkpointed_ratio,
+    "003-5.2b": shifted_encoding,
+    "003-5.2c": lambda: {"spread": 0.0},
+    "003-5.2d": lambda: {"naive": "nan", "stable": pytest.approx(1 / (1 + math.exp(-1)), rel=1e-4)},
+    "003-5.2e": lambda: half_errors() | {"single": pytest.approx(0, abs=1e-5)},
+}
+CHANGES = {
+    "003-1.2": {"repeated_key": True},
+    "003-1.2b": {"pattern": "window(3)"},
+    "003-2.1": {"power": 1.0},
+    "003-2.1b": {"exponent": 0.0},
+    "003-2.2": {"power": 1.0},
+    "003-2.2b": {"repeated": True},
+    "003-2.2c": {"pattern": "full()"},
+    "003-2.3": {"own_projection": False},
+    "003-2.3b": {"width": 64},
+    "003-3.1": {"bias": 0.0},
+    "003-3.1b": {"decoder_steps": 1},
+    "003-3.1c": {"pattern": "full()"},
+    "003-3.2": {"update_bias": 20.0},
+    "003-4.1": {"tokens": 256},
+    "003-4.1b": {"rescale": False},
+    "003-4.2": {"kernel": 4096},
+    "003-4.2b": {"pattern": "causal()"},
+    "003-4.2c": {"pattern": "window(1)"},
+    "003-4.3": {"spread": 0.0},
+    "003-4.3b": {"pattern": "full()"},
+    "003-4.3c": {"layer": "self-attention"},
+    "003-5.1": {"fill": -math.inf, "largest": math.nan},
+    "003-5.1b": {"fill": -math.inf},
+    "003-5.1c": {"as_tensor": False},
+    "003-5.1d": {"values": 11},
+    "003-5.2": {"recompute": False},
+    "003-5.2b": {"halves": "both"},
+    "003-5.2c": {"rotary": False},
+    "003-5.2d": {"largest": 1.0},
+    "003-5.2e": {"dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("id", EXPECTED)
+def test_numbers_and_verdict(id: str):
+    learn.check_entry(ENTRIES[id], EXPECTED[id]())
+
+
+@pytest.mark.parametrize("id", CHANGES)
+def test_verdict_follows_the_input(id: str):
+    learn.check_flip(ENTRIES[id], CHANGES[id])
+
+
+def test_gru_steps_are_those_of_torch():
+    torch.manual_seed(0)
+    gru, x = torch.nn.GRU(4, 5).double(), sample(1, 6, 4)
+    torch.testing.assert_close(gru_steps(gru, x), gru(x[:, None])[0][:, 0], rtol=0, atol=1e-12)
+
+
+def test_every_run_of_these_sections_is_checked():
+    ids = {id for id in learn.runnable("003") if id.split("-")[1][0] in "12345"}
+    assert ids == set(EXPECTED) == set(CHANGES)

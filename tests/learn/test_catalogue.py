@@ -1,0 +1,119 @@
+"""The catalogue: every row of the sources has an entry, all texts are in both languages, and topics are found."""
+
+from __future__ import annotations
+
+import re
+import string
+
+import pytest
+
+from headwise.learn import catalogue
+from headwise.learn.entry import Text, Verdict
+from headwise.learn.entry_text import MARKS, Words, align_table, text_width, wrap
+
+ENTRIES = catalogue.load_entries()
+
+
+def placeholders(text: str) -> set[str]:
+    return {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
+
+
+def texts() -> list[tuple[str, Text]]:
+    named = [(f"{e.id} {kind}", text) for e in ENTRIES for kind, text in (("line", e.line), ("reason", e.reason_text))]
+    words = catalogue.read_toml("words")
+    return named + [(f"{table} {name}", Text(**text)) for table, rows in words.items() for name, text in rows.items()]
+
+
+@pytest.mark.parametrize(("name", "text"), texts(), ids=[name for name, _ in texts()])
+def test_both_languages(name: str, text: Text):
+    assert text.en
+    assert text.zh
+    assert placeholders(text.en) == placeholders(text.zh)
+    assert not re.search(r"[\u4e00-\u9fff，。；：（）]", text.en)
+    if name.split()[0] not in ("kinds", "documents"):
+        assert text.en.isupper() or text.en != text.zh
+
+
+def test_ids_are_unique_and_in_the_order_of_their_document():
+    ids = [entry.id for entry in ENTRIES]
+    assert len(set(ids)) == len(ids)
+    assert all(entry.id.startswith(f"{entry.document}-") for entry in ENTRIES)
+
+
+def test_every_row_of_the_sources_has_an_entry():
+    table = catalogue.read_toml("source_rows")
+    named = {row for entry in ENTRIES for row in entry.rows}
+    assert named <= set(table["errata"]) | set(table["demands"])
+    assert len(table["errata"]) == 64
+    assert len(table["demands"]) == 19
+
+
+def test_rows_belong_to_their_document():
+    for entry in ENTRIES:
+        for row in entry.rows:
+            assert not row.startswith("C") or row[1] == entry.document[2] or len(row) > 1
+
+
+def test_quotes_are_short_and_chinese_or_formulas():
+    assert [entry.id for entry in ENTRIES if not 2 <= len(entry.quote_zh) <= 160] == []
+
+
+def test_facts_have_a_reference():
+    assert [entry.id for entry in ENTRIES if entry.run is None and not entry.reference] == []
+    assert sum(entry.run is None for entry in ENTRIES) <= len(ENTRIES) / 8
+
+
+@pytest.mark.parametrize("name", ["003", "003-7", "003-7.1", "softmax-scale", "C3.1", "c3.1", "B17"])
+def test_topics_are_found(name: str):
+    found = catalogue.find_entries(name)
+    assert found
+    assert all(
+        name in (entry.document, entry.topic) or entry.id.startswith(name) or name.upper() in entry.rows
+        for entry in found
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("softmax-scael", "did you mean 'softmax-scale'?"), ("nothing", "headwise learn --list names all")],
+)
+def test_unknown_topics_name_the_nearest(name: str, hint: str):
+    with pytest.raises(catalogue.UnknownTopic, match=re.escape(hint)):
+        catalogue.find_entries(name)
+
+
+def test_a_section_is_not_a_prefix_of_another():
+    assert {entry.id for entry in catalogue.find_entries("003-7.5")} == {"003-7.5"}
+    assert "003-2.2" not in {entry.id for entry in catalogue.find_entries("003-2.2b")}
+
+
+# --- texts ---------------------------------------------------------------------------------------------
+
+
+def test_lines_fit_the_terminal():
+    for text in (ENTRIES[0].line.zh * 3, ENTRIES[0].line.en * 3):
+        lines = wrap(text, indent="    ")
+        assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+        assert max(map(text_width, lines)) <= 82  # closing marks may stand beyond the margin
+
+
+def test_tables_are_aligned_by_width():
+    lines = align_table("长度 | 1\na | 22").splitlines()
+    assert [text_width(line.split("|")[0]) for line in lines] == [5, 5]
+
+
+def test_every_verdict_has_a_mark_and_a_word():
+    assert set(MARKS) == set(Verdict)
+    assert all(Words(language).verdict(verdict) for language in ("en", "zh") for verdict in Verdict)
+
+
+def test_an_unexpected_verdict_is_reported_with_its_numbers():
+    from dataclasses import replace
+
+    entry = next(entry for entry in ENTRIES if entry.id == "003-2.2c")
+    changed = replace(entry, run=lambda: entry.run(pattern="full()"))
+    result = changed.check()
+    assert result.verdict == "wrong"
+    assert "another verdict" in result.reason_en
+    assert "holds" in result.reason_en
+    assert "before = " in result.reason_zh

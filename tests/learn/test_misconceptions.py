@@ -1,0 +1,222 @@
+"""Document 003, sections 6 to 8: every number against numpy, and every verdict with an input that changes it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from headwise.learn.sampled_tensors import make_layer, sample
+from headwise.viewer.bundled_sample import load_sample_model, load_sample_trace
+from support import learn_entries as learn
+from support.learn_entries import array, entropy, layer_output, layer_parts, softmax
+
+ENTRIES = learn.entries_of("003")
+
+
+def entropies() -> dict:
+    q, k = array(sample(1, 5, 4)), array(sample(2, 8, 4))
+    scores = q @ k.T
+    rows = {"average": 0 * scores, "soft": scores / 2, "hard": 100 * scores}
+    return {name: float(entropy(softmax(row)).mean()) for name, row in rows.items()} | {"most": math.log(8)}
+
+
+def deviations() -> dict:
+    numbers = {}
+    for width in (4, 64, 1024):
+        queries, keys = array(sample(width, 512, 1, width)), array(sample(width + 1, 512, 16, width))
+        scores = np.einsum("rod,rkd->rk", queries, keys) / math.sqrt(width)
+        numbers[f"std_{width}"] = float(scores.std(ddof=1))
+    return numbers
+
+
+def periods() -> dict:
+    lengths = 2 * np.pi * 10000 ** (np.arange(0, 64, 2) / 64)
+    angles = np.arange(128)[:, None] * 10000 ** (-np.arange(0, 64, 2) / 64)
+    table = np.concatenate([np.sin(angles), np.cos(angles)], 1)  # distances do not depend on the layout
+    distance = np.linalg.norm(table[:64] - table[127], axis=1).min()
+    spacing = np.linalg.norm(table[1] - table[0])
+    return {
+        "pairs": 32,
+        "unseen": int((lengths > 64).sum()),
+        "distance": float(distance),
+        "spacing": float(spacing),
+    }
+
+
+def divergence(one: np.ndarray, other: np.ndarray) -> float:
+    """Jensen-Shannon divergence as the mean of two relative entropies."""
+    middle = (one + other) / 2
+
+    def relative(p: np.ndarray) -> np.ndarray:
+        return np.where(p > 0, p * np.log(np.maximum(p, 1e-300) / np.maximum(middle, 1e-300)), 0).sum(-1)
+
+    return float((relative(one) + relative(other)).mean() / 2)
+
+
+def heads_of_the_translator() -> dict:
+    trace, pairs, chance = load_sample_trace(), [], []
+    for layer in trace.layers:
+        if layer.kind == "attention" and layer.stack == "decoder":
+            continue
+        heads = [np.asarray(trace.head_weights(layer.name, head), dtype=float) for head in range(6)]
+        for one in range(6):
+            for other in range(one + 1, 6):
+                pairs.append(divergence(heads[one], heads[other]))
+                generator = torch.Generator().manual_seed(len(pairs))
+                order = torch.randperm(heads[other].shape[1], generator=generator).numpy()
+                chance.append(divergence(heads[one], heads[other][:, order]))
+    numbers = {"closest": min(pairs), "mean": float(np.mean(pairs)), "chance": float(np.mean(chance))}
+    return {name: pytest.approx(value, abs=1e-6) for name, value in numbers.items()} | {"pairs": len(pairs)}
+
+
+def smallest_dims() -> dict:
+    """Dimensions of 90 % of the energy of the summed W_Q W_K^T of each layer, by full singular values."""
+    dims = []
+    for name, weight in (state := load_sample_model().state_dict()).items():
+        if name.endswith("project.q"):
+            summed = array(weight).astype(float).T @ array(state[name[:-1] + "k"]).astype(float)
+            energy = np.linalg.svd(summed, compute_uv=False) ** 2
+            dims.append(1 + int((energy.cumsum() < 0.9 * energy.sum()).sum()))
+    return {"layers": len(dims), "all": dims}
+
+
+def flipped_bit() -> dict:
+    numbers, table = {}, array(sample(4, 2, 8))
+    for tokens in (16, 1024):
+        layer = make_layer(hw.design(model=8, heads=2))
+        bits = (array(sample(3, tokens)) > 0).astype(int)
+        other = bits.copy()
+        other[0] = 1 - other[0]
+        before, after = (layer_output(layer, table[b], 2)[-1] for b in (bits, other))
+        numbers[f"change_{tokens}"] = float(np.linalg.norm(after - before))
+    return numbers | {"factor": numbers["change_16"] / numbers["change_1024"]}
+
+
+def changed_queries() -> dict:
+    layer = make_layer(hw.design(model=8, heads=2))
+    source, queries = array(sample(2, 1, 6, 8))[0], [array(sample(seed, 1, 4, 8))[0] for seed in (3, 4)]
+    (one, outputs), (other, _) = (layer_parts(layer, x, 2, source=source) for x in queries)
+    values = (source @ array(layer.state_dict()["project.v"]).T).reshape(6, 2, 4)
+    outside = np.maximum(outputs - values.max(0), values.min(0) - outputs).max()
+    return {"row_sum": 1.0, "outside": float(outside), "changed": float(np.abs(one - other).max())}
+
+
+def coupled_heads() -> dict:
+    """Second derivative of |sum_h z_h W_h - target|^2 by z_0 and z_1: 2 W_0 W_1^T."""
+    weight = array(make_layer(hw.design(model=12, heads=3)).state_dict()["output.o"])
+    return {"difference": 0.0, "coupling": float(np.abs(2 * weight[:, :4].T @ weight[:, 4:8]).max())}
+
+
+def two_sentences() -> dict:
+    layer, (i, love, you) = make_layer(hw.design(model=12, heads=3)), array(sample(1, 3, 12))
+    means = [
+        layer_output(layer, np.stack(words), 3, allowed=np.tril(np.ones((3, 3), dtype=bool))).mean(0)
+        for words in ((i, love, you), (you, love, i))
+    ]
+    return {"encoder": 0.0, "decoder": float(np.abs(means[0] - means[1]).max())}
+
+
+def pattern_shares() -> dict:
+    longformer = sum(min(4095, t + 256) - max(0, t - 256) + 1 for t in range(4096))
+    far = [t for t in range(4096) if t > 256]  # the first token attends to all, and all attend to it
+    return {"longformer": (longformer + 2 * len(far)) / 4096**2, "bigbird": bigbird_share()}
+
+
+def bigbird_share() -> float:
+    pattern = hw.design(preset="bigbird", model=64, heads=1).pattern
+    rows = torch.arange(4096)[:, None]
+    return float(sum(int(pattern.allows(rows[t : t + 64], rows.T).sum()) for t in range(0, 4096, 64))) / 4096**2
+
+
+EXPECTED = {
+    "003-6.1": entropies,
+    "003-6.2": deviations,
+    "003-6.3": lambda: {"difference": 0.0, "sum_rank": 4, "concat_rank": 12},
+    "003-6.4": periods,
+    "003-6.5": lambda: {
+        "tokens": 512,
+        "attention": 12 * 512**3,
+        "gru": 12 * 512**3,
+        "dearer": 513,
+        "serial": 512,
+    },
+    "003-6.6": heads_of_the_translator,
+    "003-6.7": flipped_bit,
+    "003-7.1": changed_queries,
+    "003-7.2": coupled_heads,
+    "003-7.3": lambda: {"lengths": "1, 7, 13", "cross": "7 x 13", "padded": 0.0},
+    "003-7.4": two_sentences,
+    "003-7.5": lambda: {"width": 12, "model": 10, "parameters": 4 * 10 * 12},
+    "003-7.5b": lambda: {
+        "params_1": 4 * 512**2,
+        "flops_1": 8 * 512**3 + 4 * 512**3,
+        "scores_1": 512**2,
+        "scores_32": 32 * 512**2,
+    },
+    "003-8.3": pattern_shares,
+    "003-8.3b": lambda: {"pairs": 18, "far": 0.0, "difference": 0.0},
+}
+CHANGES = {
+    "003-6.1": {"sharp": 0.5},
+    "003-6.2": {"exponent": 1.0},
+    "003-6.3": {"tied": False},
+    "003-6.4": {"trained": 700, "model": 4},
+    "003-6.5": {"tokens": 513},
+    "003-6.6": {"trace_heads": False},
+    "003-6.7": {"normalised": False},
+    "003-7.1": {"normaliser": "Sigmoid"},
+    "003-7.2": {"independent": True},
+    "003-7.4": {"positions": True},
+    "003-7.5": {"model": 12},
+    "003-7.5b": {"width": 64},
+    "003-8.3": {"window": 4095},
+    "003-8.3b": {"complete": True},
+}
+
+
+@pytest.mark.parametrize("id", EXPECTED)
+def test_numbers_and_verdict(id: str):
+    learn.check_entry(ENTRIES[id], EXPECTED[id]())
+
+
+@pytest.mark.parametrize("id", CHANGES)
+def test_verdict_follows_the_input(id: str):
+    learn.check_flip(ENTRIES[id], CHANGES[id])
+
+
+def test_unequal_lengths_need_a_layer_without_a_fixed_length():
+    assert ENTRIES["003-7.3"].check().verdict == "wrong"
+    with pytest.raises(ValueError, match="knows no position 12"):
+        ENTRIES["003-7.3"].run(modifiers='modifiers = [{part = "Learned", length = 7}]')
+
+
+def test_dimensions_of_the_translator():
+    entry, expected = ENTRIES["003-6.6b"], smallest_dims()
+    result = entry.check()
+    assert result.verdict == entry.verdict
+    assert result.numbers["layers"] == expected["layers"] == 9
+    assert result.numbers["dims"] in expected["all"]
+    rng = np.random.default_rng(0)
+    draws = [rng.standard_normal((96, 96)) @ rng.standard_normal((96, 96)) for _ in range(8)]
+    energies = [np.linalg.svd(draw, compute_uv=False) ** 2 for draw in draws]
+    chance = np.mean([1 + (e.cumsum() < 0.9 * e.sum()).sum() for e in energies])
+    assert result.numbers["chance"] == pytest.approx(chance, rel=0.1)
+    share = np.mean([dims / chance for dims in expected["all"]])
+    assert result.numbers["share"] == pytest.approx(share, rel=0.1)
+
+
+def test_random_weights_share_no_dimensions():
+    from headwise.head_analysis.random_baseline import make_random_baseline
+
+    entry = ENTRIES["003-6.6b"]
+    assert entry.run(model=make_random_baseline(load_sample_model())).verdict != entry.verdict
+
+
+def test_every_run_of_these_sections_is_checked():
+    ids = {id for id in learn.runnable("003") if id.split("-")[1][0] in "678"}
+    assert ids == set(EXPECTED) | {"003-6.6b"}
+    assert ids == set(CHANGES) | {"003-6.6b", "003-7.3"}
