@@ -101,7 +101,7 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .surgery.pruning import prune
     from .surgery.verification.proof import prove
     from .surgery.weight_folding import fold_bias, fold_qk_transforms
-    from .traces import Trace, load_trace
+    from .traces import Trace, compare_traces, load_trace
     from .training import Recipe, TrainingResult, train
     from .viewer.view import view, view_attention
 
@@ -180,6 +180,7 @@ _MODULE_OF_NAME = {
     "convert_to_latent": "parts.latent_attention",
     "convert_to_mixture_of_heads": "parts.mixture_of_heads",
     "load_trace": "traces",
+    "compare_traces": "traces",
     "save": "models",
     "Transformer": "models",
     "BatchingConfig": "serving",

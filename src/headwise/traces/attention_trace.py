@@ -224,6 +224,13 @@ def make_token_rows(words: Sequence[Sequence[str]]) -> tuple[TokenRow, ...]:
     return tuple(TokenRow.from_words(tuple(map(str, row))) for row in words)
 
 
+def token_strings(trace: Trace, stream: str, row: int, count: int) -> list[str]:
+    """Strings of the first `count` tokens of a stream; numbers for tokens without a string."""
+    rows = trace.streams.get(stream, ())
+    words = list(rows[row].words) if row < len(rows) else []
+    return (words + [str(n) for n in range(len(words), count)])[:count]
+
+
 # --- A trace as a table in a terminal ------------------------------------------------------------------
 
 MAX_SHOWN = 12  # tokens per row

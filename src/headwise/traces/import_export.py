@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import SpecError
 from ..files import write_atomically
 from .attention_record import Array, AttentionCallRecord, AttentionRecord, TokenRow
-from .attention_trace import Trace, make_token_rows, query_blocks
+from .attention_trace import Trace, make_token_rows, query_blocks, token_strings
 
 EXPORT_SUFFIXES = (".csv", ".json", ".npz")
 EXPORT_COLUMNS = ("site", "head", "row", "query", "key", "query_token", "key_token", "weight")
@@ -208,16 +208,9 @@ def _head_pairs(
 ) -> Iterator[tuple[Any, ...]]:
     """The pairs of one head and a range of queries whose weight is large enough, as rows of a table."""
     layer, row, number = head
-    query_tokens = _token_strings(trace, layer.query_stream, row, layer.num_queries)
-    key_tokens = _token_strings(trace, layer.key_stream, row, layer.num_keys)
+    query_tokens = token_strings(trace, layer.query_stream, row, layer.num_queries)
+    key_tokens = token_strings(trace, layer.key_stream, row, layer.num_keys)
     weights = trace.head_weights(layer.name, number, slice(*queries), row=row)
     for t, s in np.argwhere(weights >= max(min_weight, np.finfo(np.float32).tiny)).tolist():
         query = queries[0] + t
         yield layer.name, number, row, query, s, query_tokens[query], key_tokens[s], float(weights[t, s])
-
-
-def _token_strings(trace: Trace, stream: str, row: int, count: int) -> list[str]:
-    """Strings of the first `count` tokens of a stream; numbers for tokens without a string."""
-    rows = trace.streams.get(stream, ())
-    words = list(rows[row].words) if row < len(rows) else []
-    return (words + [str(n) for n in range(len(words), count)])[:count]
