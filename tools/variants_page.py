@@ -71,7 +71,9 @@ def sections() -> Iterator[str]:
     for name, make in PRESETS.items():
         spec = specs(name)
         parameters, flops, per_token, cache_size = costs_of(name)
-        lines = [f"### {name}", "", sentence(make.__doc__), ""]
+        lines = [f"### {name}", ""]
+        for paragraph in (make.__doc__ or "").strip().split("\n\n"):
+            lines += [sentence(paragraph), ""]
         lines += [f"- {formula}" for formula in formulas(spec)]
         lines += [f"- **pattern**: `{spec.pattern.text}`", *rules(spec.pattern)]
         lines += [f"- **parameters**: {parameters} ({share(spec)})"]

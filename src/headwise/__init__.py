@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .masking.sequence_info import AttentionMask, SequenceInfo
     from .model_spec import ProcessorSpec
     from .models import Transformer, build, save
-    from .nn import LongformerAttention, MergedAttention, depth_scaled_init
+    from .nn import LongformerAttention, MergedAttention, depth_scaled_init, redraw_features
     from .nn.attention import Attention
     from .nn.op_trace import walk
     from .nn.position_embeddings import LearnedPositions, SinusoidalPositions
@@ -144,6 +144,7 @@ _MODULE_OF_NAME = {
     "LongformerAttention": "nn",
     "MergedAttention": "nn",
     "depth_scaled_init": "nn",
+    "redraw_features": "nn",
     "attend": "nn.tensor_attention",
     "build": "models",
     "DecodingConfig": "generation.decoding_config",

@@ -158,6 +158,9 @@ def _with_biases(bias: object, project: Project, merge: Merge) -> dict[str, Part
 # --- Presets -------------------------------------------------------------------------------------------
 
 
+DIFF_KEYS = ("own", "repeated")  # key heads of a pair of score heads in the preset diff
+
+
 def mha(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
     """Multi-head attention as first published: every head has its own keys and values (1706.03762)."""
     return _filled(options, model=model, heads=heads)
@@ -208,16 +211,29 @@ def talking(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpe
     return _filled(options, model=model, heads=heads, modifiers=(TalkingHeads(), TalkingHeads(on="weights")))
 
 
-def diff(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """Differential attention: pairs of query heads of half the usual width, values of the usual width (2410.05258)."""
-    modifiers, dim = (Rotary(), Differential()), max(1, model // heads // 2)
-    return _filled(options, model=model, heads=heads, dim=dim, pattern="causal()", modifiers=modifiers)
+def diff(
+    *, model: int = 512, heads: int = 8, pairs: str = "interleaved", keys: str = "own", **options: Any
+) -> AttentionSpec:
+    """Differential attention: pairs of query heads of half the usual width, values of the usual width (2410.05258).
+
+    `pairs` are those of `Rotary`: "interleaved" as in all released codes, or "half". `keys` matters if `kv` is less
+    than `heads`: "own" gives each head of a pair a key head of its own, as the released flash code does; "repeated"
+    gives score head j the key head j // (heads / kv), as the released naive code does.
+    """
+    modifiers, dim = (_rotary(pairs, options), Differential()), max(1, model // heads // 2)
+    spec = _filled(options, model=model, heads=heads, dim=dim, pattern="causal()", modifiers=modifiers)
+    if keys not in DIFF_KEYS:
+        raise SpecError(f"diff has no keys={keys!r}; {suggest(keys, DIFF_KEYS)}")
+    return spec if keys == "own" else replace(spec, heads=replace(spec.heads, kv_head_of_query=()))
 
 
-def diff2(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """Differential attention, version 2: twice as many query heads on shared key-value heads (unilm, 2026)."""
-    modifiers = (Rotary(), DifferentialV2())
-    return _filled(options, model=model, heads=heads, kv=_quarter(heads), pattern="causal()", modifiers=modifiers)
+def diff2(*, model: int = 512, heads: int = 8, pairs: str = "interleaved", **options: Any) -> AttentionSpec:
+    """Differential attention, version 2: twice as many query heads on shared key-value heads (unilm, 2026).
+
+    `pairs` are those of `Rotary`: "interleaved" as in the released code, or "half".
+    """
+    modifiers, kv = (_rotary(pairs, options), DifferentialV2()), _quarter(heads)
+    return _filled(options, model=model, heads=heads, kv=kv, pattern="causal()", modifiers=modifiers)
 
 
 def entmax(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
@@ -275,6 +291,15 @@ def with_gates(spec: AttentionSpec, *, per: str = "head", start: float = 2.0) ->
 def _filled(options: dict[str, Any], **defaults: Any) -> AttentionSpec:
     """The spec of a preset's defaults, overridden by the caller's options."""
     return design(**(defaults | options))
+
+
+def _rotary(pairs: str, options: Mapping[str, Any]) -> Rotary:
+    """The rotary embedding of a preset with an option `pairs`."""
+    if pairs != "interleaved" and "modifiers" in options:
+        raise SpecError(
+            f"pairs={pairs!r} and modifiers exclude each other; give modifiers=(Rotary(pairs={pairs!r}), ...)"
+        )
+    return Rotary(pairs=pairs)
 
 
 def _quarter(heads: int) -> int:

@@ -189,3 +189,82 @@ def test_what_cannot_be_a_pair_of_version_1_is_refused(heads: hw.Heads, words: s
 def test_rows_are_joined_once():
     with pytest.raises(hw.SpecError, match="each combine rows into output heads"):
         base(modifiers=(hw.Differential(), hw.DifferentialV2()))
+
+
+# --- the presets ---------------------------------------------------------------------------------------
+
+
+def rotated(x: np.ndarray, pairs: str) -> np.ndarray:
+    """Rotary embedding as a product of complex numbers: [B, T, heads, width]."""
+    width = x.shape[-1]
+    angles = np.arange(x.shape[1])[:, None] * 10_000.0 ** (-np.arange(0, width, 2) / width)
+    a, b = (x[..., ::2], x[..., 1::2]) if pairs == "interleaved" else np.split(x, 2, -1)
+    turned = (a + 1j * b) * np.exp(1j * angles)[None, :, None]
+    halves = turned.real, turned.imag
+    return np.stack(halves, -1).reshape(x.shape) if pairs == "interleaved" else np.concatenate(halves, -1)
+
+
+PRESET_X = torch.linspace(-2, 2, 2 * 7 * 48, dtype=torch.float64).sin().view(2, 7, 48)
+
+
+def preset_layer(**options: Any) -> hw.Attention:
+    torch.manual_seed(0)
+    return hw.Attention(hw.design(model=48, **options)).double()
+
+
+@pytest.mark.parametrize("pairs", ["interleaved", "half"])
+@pytest.mark.parametrize(
+    ("keys", "kv", "key_of_score_head"),
+    [
+        ("own", 6, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
+        ("repeated", 6, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
+        ("own", 3, [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5]),
+        ("repeated", 3, [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]),  # two repeats: both heads of a pair share a key
+        ("own", 2, [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]),
+        ("repeated", 2, [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]),  # three: pairs 1 and 4 do not
+    ],
+)
+def test_the_preset_diff_as_released(keys: str, kv: int, key_of_score_head: list[int], pairs: str):
+    layer = preset_layer(preset="diff", heads=6, kv=kv, keys=keys, pairs=pairs)
+    assert layer.spec == hw.from_toml(hw.to_toml(layer.spec))
+    w, x = written.numbers(layer), PRESET_X.numpy()
+    q, k, v = (written.projected(w, x, side, n) for side, n in (("q", 12), ("k", 2 * kv), ("v", kv)))
+    q, k = rotated(q, pairs), rotated(k, pairs)
+    dots = [(w[f"differential.a{n}"] * w[f"differential.b{n}"]).sum() for n in (1, 2)]
+    noise = np.exp(dots[0]) - np.exp(dots[1]) + 0.2
+    outputs = []
+    for i in range(6):
+        first, second = (
+            written.shares(q[:, :, head], k[:, :, key_of_score_head[head]], causal=True) for head in (2 * i, 2 * i + 1)
+        )
+        outputs.append((first - noise * second) @ v[:, :, i // (6 // kv)])
+    o = np.stack(outputs, 2)
+    o = o / np.sqrt((o**2).mean(-1, keepdims=True) + 1e-5) * w["differential.norm"] * 0.8
+    assert far(layer.head_outputs(PRESET_X), o) < EXACT
+
+
+@pytest.mark.parametrize("pairs", ["interleaved", "half"])
+def test_the_preset_diff2_as_released(pairs: str):
+    layer = preset_layer(preset="diff2", heads=6, kv=3, pairs=pairs)
+    w, x = written.numbers(layer), PRESET_X.numpy()
+    q, k, v = (written.projected(w, x, side, n) for side, n in (("q", 12), ("k", 3), ("v", 3)))
+    attn = written.read(rotated(q, pairs), rotated(k, pairs), v, [h // 4 for h in range(12)], causal=True)
+    noise = written.sigmoid(x @ w["differential_v2.noise"].T)[..., None]
+    assert far(layer.head_outputs(PRESET_X), attn[:, :, ::2] - noise * attn[:, :, 1::2]) < EXACT
+
+
+@pytest.mark.parametrize("preset", ["diff", "diff2"])
+def test_the_presets_pair_channels_as_the_released_codes_do(preset: str):
+    default, half = (hw.design(preset=preset, **options).modifiers[0] for options in ({}, {"pairs": "half"}))
+    assert (default, half) == (hw.Rotary(pairs="interleaved"), hw.Rotary())
+
+
+def test_wrong_options_of_the_presets_are_errors():
+    with pytest.raises(hw.SpecError, match=r"diff has no keys='own_key'; .*own"):
+        hw.design(preset="diff", keys="own_key")
+    with pytest.raises(hw.SpecError, match=r"Rotary\(pairs='odd'\) is unknown; use 'half' or 'interleaved'"):
+        hw.design(preset="diff2", pairs="odd")
+    with pytest.raises(hw.SpecError, match="pairs='half' and modifiers exclude each other"):
+        hw.design(preset="diff", pairs="half", modifiers=(hw.Rotary(), hw.Differential()))
+    with pytest.raises(hw.SpecError, match="design has no 'pairs'"):
+        hw.design(preset="gqa", pairs="half")

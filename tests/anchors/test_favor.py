@@ -189,6 +189,91 @@ def test_parallel_chunked_and_recurrent_are_one_function(kind):
     assert cache.nbytes == costs.cache_bytes(spec, batch=2, capacity=1, bytes_per_number=8)
 
 
+# --- the small numbers that released codes add ---------------------------------------------------------
+
+
+def heads_of(layer: hw.Attention, x: torch.Tensor) -> list[list[np.ndarray]]:
+    """Queries, keys and values of each of six heads, by their definition, for three key-value heads."""
+    w = {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
+    sides = {side: x.numpy() @ w[f"project.{side}"].T for side in "qkv"}
+    widths = {"q": 4, "k": 4, "v": 5}
+    return [
+        [
+            sides[side][..., n * widths[side] : (n + 1) * widths[side]]
+            for side, n in (("q", h), ("k", h // 2), ("v", h // 2))
+        ]
+        for h in range(6)
+    ]
+
+
+def forms(layer: hw.Attention, x: torch.Tensor) -> list[torch.Tensor]:
+    """Head outputs [B, T, H, V] of the dense form, the chunked form and token by token from a state."""
+    found = []
+    for backend in ("dense", "linear"):
+        layer.backend_name = backend
+        found.append(layer.head_outputs(x))
+    layer.backend_name = None
+    cache = layer.cache(batch=len(x), capacity=x.shape[1])
+    steps = [layer.head_outputs(x[:, t : t + 1], cache=cache) for t in range(x.shape[1])]
+    return [*found, torch.cat(steps, 1)]
+
+
+def test_eps_of_the_sum_is_that_of_the_released_linear_attention():
+    spec = base(similarity=hw.FeatureMap(), normaliser=hw.Sum(eps=0.7), pattern="causal", kv=3, vdim=5)
+    layer, x = cases.layer(spec), torch.randn(2, 131, 10, dtype=torch.float64)
+    expected = []
+    for q, k, v in heads_of(layer, x):
+        phi_q, phi_k = (np.where(t > 0, t + 1, np.exp(t)) for t in (q, k))
+        state = np.cumsum(phi_k[..., None] * v[:, :, None], 1)
+        divisor = (phi_q * np.cumsum(phi_k, 1)).sum(-1) + 0.7
+        expected.append(np.einsum("btk,btkv->btv", phi_q, state) / divisor[..., None])
+    for o_BTHV in forms(layer, x):
+        check_close(o_BTHV, torch.from_numpy(np.stack(expected, 2)))
+    check_close(layer(x[:, :9]), reference.reference_attention(layer, x[:, :9]))
+
+
+@pytest.mark.parametrize("eps", [1e-4, 0.3])
+def test_eps_of_random_features_is_added_to_each_of_them(eps: float):
+    spec = favor(9, 3, kv=3, vdim=5, similarity=hw.FeatureMap(kind="favor", draws=9, seed=3, eps=eps))
+    layer, x = cases.layer(spec), torch.randn(2, 131, 10, dtype=torch.float64)
+    w, expected = layer.similarity["directions"].numpy(), []
+    for q, k, v in heads_of(layer, x):
+        exponents_q, exponents_k = (t * 4**-0.25 @ w.T - (t**2).sum(-1, keepdims=True) / 4 for t in (q, k))
+        largest = (q * 4**-0.25 @ w.T).max(-1, keepdims=True)
+        phi_q, phi_k = np.exp(exponents_q - largest) + eps, np.exp(exponents_k) + eps
+        shares = phi_q @ phi_k.transpose(0, 2, 1) * np.tri(131)
+        expected.append(shares / shares.sum(-1, keepdims=True) @ v)
+    for o_BTHV in forms(layer, x):
+        check_close(o_BTHV, torch.from_numpy(np.stack(expected, 2)))
+    check_close(layer(x[:, :9]), reference.reference_attention(layer, x[:, :9]))
+
+
+def test_eps_counts_against_directions_that_need_an_offset():
+    """At dim 128 all exponents of keys lose an offset; eps loses it too."""
+    layer = hw.Attention(favor(model=128, heads=1, dim=128, similarity=hw.FeatureMap(kind="favor", eps=0.05))).double()
+    x, w = torch.randn(1, 40, 128, dtype=torch.float64), layer.similarity["directions"].numpy()
+    assert (w**2).sum(-1).max() / 2 > 64
+    q, k, v = (x.numpy() @ layer.project[side].detach().numpy().T for side in "qkv")
+    exponents_q, exponents_k = (t * 128**-0.25 @ w.T - (t**2).sum(-1, keepdims=True) / 2 / 128**0.5 for t in (q, k))
+    phi_q = np.exp(exponents_q - (q * 128**-0.25 @ w.T).max(-1, keepdims=True)) + 0.05
+    shares = phi_q @ (np.exp(exponents_k) + 0.05).transpose(0, 2, 1) * np.tri(40)
+    expected = shares / shares.sum(-1, keepdims=True) @ v
+    for o_BTHV in forms(layer, x):
+        check_close(o_BTHV[:, :, 0], torch.from_numpy(expected))
+
+
+def test_sums_with_eps_do_not_reach_one():
+    plain = base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), pattern="causal", bias="v")
+    short = base(similarity=hw.FeatureMap(), normaliser=hw.Sum(eps=1.0), pattern="causal", bias="v")
+    folded, kept = (hw.fold_bias(spec, hw.Attention(spec).state_dict()).reasons_kept for spec in (plain, short))
+    assert "v" not in folded
+    assert "do not always sum to one" in str(kept["v"])
+    with pytest.raises(hw.SpecError, match=r"Sum\(eps=1e-06\) needs scores of a known scale, unlike FeatureMap"):
+        favor(normaliser=hw.Sum(eps=1e-6))
+    with pytest.raises(hw.SpecError, match=r"Sum\(eps=-1.0\) is negative"):
+        base(similarity=hw.FeatureMap(), normaliser=hw.Sum(eps=-1.0))
+
+
 def test_a_query_that_meets_no_channel_reads_zero():
     spec = base(similarity=hw.FeatureMap(kind="relu"), normaliser=hw.Sum(), pattern="causal")
     layer = cases.layer(spec)
@@ -222,6 +307,8 @@ def test_what_lifting_costs():
         (hw.FeatureMap(kind="exp"), "'exp'.* is unknown; use 'elu', 'relu' or 'favor'"),
         (hw.FeatureMap(draws=8), "'elu'.* samples nothing; leave draws and seed out"),
         (hw.FeatureMap(kind="relu", seed=1), "'relu'.* samples nothing"),
+        (hw.FeatureMap(eps=1e-6), r"'elu', eps=1e-06\) has no eps; use normaliser Sum\(eps=1e-06\)"),
+        (hw.FeatureMap(kind="favor", eps=-1.0), "eps=-1.0.* is negative; use 1e-4"),
         (hw.FeatureMap(kind="favor", draws=-1), "draws=-1.* use at least 1"),
         (hw.FeatureMap(kind="favor", seed=2**63), "seed=.* is not a valid seed"),
     ],

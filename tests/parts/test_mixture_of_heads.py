@@ -174,6 +174,21 @@ def test_the_balance_of_a_uniform_router(norm, value):
     assert balance(layer, x).item() == pytest.approx(value, rel=1e-12)
 
 
+def test_the_balance_of_a_model_is_the_sum_or_the_mean_over_its_layers():
+    totals = {}
+    for name in ("sum", "mean"):
+        spec = base(modifiers=(hw.Routed(2, 3, balance=name),))
+        torch.manual_seed(0)
+        layers = [cases.layer(spec.at_depth(n, 3)) for n in range(3)]
+        x, _ = cases.tensors(spec)
+        totals[name] = sum(balance(layer, x).item() for layer in layers)
+    assert totals["mean"] == pytest.approx(totals["sum"] / 3, rel=1e-12)
+    with pytest.raises(hw.SpecError, match=r"layers=3\) is the number of layers of a mean"):
+        base(modifiers=(hw.Routed(2, 3, layers=3),))
+    with pytest.raises(hw.SpecError, match=r"balance='average'\) is unknown"):
+        base(modifiers=(hw.Routed(2, 3, balance="average"),))
+
+
 @pytest.mark.parametrize("router", ["learned", "norm"])
 def test_ties_choose_the_first_head(router):
     layer = cases.layer(base(modifiers=(hw.Routed(1, 2, router=router),)))

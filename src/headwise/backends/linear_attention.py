@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..interfaces import Normaliser
 from ..interfaces.core_types import CallSize, Probe
 from ..masking.patterns import Causal, Full
 from ..masking.sequence_info import AttentionMask
@@ -93,7 +94,7 @@ def attend(
     if steps.selected_rows is not None:
         q_BHTK = q_BHTK.index_select(1, torch.tensor(steps.selected_rows, device=q_BHTK.device))
     k_BHSK, v_BHSV = values_per_row(inputs, call)
-    reader = _StateReader(steps, inputs.query_context.scale, v_BHSV.dtype)
+    reader = _StateReader(steps, call.spec.normaliser, inputs.query_context.scale, v_BHSV.dtype)
     if call.has_recurrent_state:
         o_BHTV = reader.read_state_and_keys(
             q_BHTK, k_BHSK, v_BHSV, attention_mask.allowed, inputs.state, attention_mask.queries.is_real
@@ -110,8 +111,9 @@ def attend(
 class _StateReader:
     """Computes outputs from a recurrent state, from keys, or from both."""
 
-    def __init__(self, steps: CoreSteps, scale: float, dtype: torch.dtype) -> None:
+    def __init__(self, steps: CoreSteps, normaliser: Normaliser, scale: float, dtype: torch.dtype) -> None:
         assert steps.recurrent_part is not None
+        self.normaliser = normaliser
         (self.part, self.p), self.scale, self.dtype = steps.recurrent_part, scale, dtype
 
     def read_state_and_keys(
@@ -156,4 +158,4 @@ class _StateReader:
         return self.part.update_state(state, k_BHSK, v_BHSV, live_BS, self.p)
 
     def _divide(self, value_BHTV: Tensor, total: Tensor) -> Tensor:
-        return (value_BHTV / total.masked_fill(total == 0, 1.0)[..., None]).to(self.dtype)
+        return (value_BHTV / self.normaliser.divisor(total)[..., None]).to(self.dtype)

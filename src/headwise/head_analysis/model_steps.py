@@ -387,7 +387,7 @@ class _Walk:
         weights = as_array(first[0, self.score_head if changes else self.place.head, 0])
         numbers = self.attention.weights["normaliser"].head(self.score_head)
         facts = {name: float(value.detach()) for name, value in numbers.items() if value.numel() == 1}
-        is_softmax = normaliser.shift_invariant and normaliser.sums_to_one
+        is_softmax = normaliser.shift_invariant and normaliser.always_sums_to_one()
         if is_softmax or "sink" in facts:
             yield softmax_step(weights, facts.get("sink"), repr(normaliser))
         else:

@@ -181,6 +181,10 @@ class Part(CheckedDataclass, ABC):
         """The sizes of the axes that only this part has."""
         return {}
 
+    def resample_constants(self, spec: AttentionSpec, seed: int) -> Mapping[str, Tensor]:
+        """New values of the constants that were sampled at random, such as random features; empty if there are none."""
+        return {}
+
     def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
         """The tensors that this part caches for each token, by name."""
         return {}

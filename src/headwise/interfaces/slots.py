@@ -100,6 +100,10 @@ class Similarity(RecurrentPart):
         """Whether all scores of a row with allowed keys can be 0, so that proportional weights would sum to 0."""
         return False
 
+    def has_arbitrary_scale(self) -> bool:
+        """Whether scores are computed up to an unknown factor, so that only their ratios have a meaning."""
+        return False
+
     def feature_map(self, x_BTHK: Tensor, side: str, p: PartParams) -> Tensor:
         """The features of queries (side "q") or keys (side "k") that `scores` takes.
 
@@ -115,8 +119,8 @@ class Similarity(RecurrentPart):
 class Normaliser(RecurrentPart):
     """Turns scores into attention weights. All weights of a query without allowed keys are zero.
 
-    `proportional`: weights are the scores divided by their sum. This is the only kind that a similarity with a
-    recurrent state can use; a normaliser that ignores the scores may have a state of its own.
+    `proportional`: weights are the scores divided by `divisor` of their sum. This is the only kind that a similarity
+    with a recurrent state can use; a normaliser that ignores the scores may have a state of its own.
     `shift_invariant`: adding a constant to all scores of a row changes nothing.
     `sums_to_one`: the weights of every row with an allowed key sum to one.
     """
@@ -129,6 +133,14 @@ class Normaliser(RecurrentPart):
     def normalise_row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor: ...
     @abstractmethod
     def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor: ...
+
+    def divisor(self, total: Tensor) -> Tensor:
+        """What proportional weights are divided by, given the sum of the scores of a row; never zero."""
+        return total.masked_fill(total == 0, 1.0)
+
+    def always_sums_to_one(self) -> bool:
+        """Whether `sums_to_one` holds exactly with these options."""
+        return self.sums_to_one
 
     def fused_normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
         """Like `normalise`, in one pass over each row where a fused kernel exists."""

@@ -4,13 +4,14 @@
 tensors of one part, `call_validation` checks the arguments of a call, `parallel_context` is the hook for tensor and
 context parallelism. `longformer_attention` and `merged_attention` combine several layers; `position_embeddings` are
 added to the input; `tensor_attention` is attention over tensors in hand, and `multihead_attention` holds layers that
-are called as torch's and other well-known ones. `depth_init` is depth-aware initialisation; `head_axis_ops` removes,
-shares and splits heads along named axes. `reference` is the slow float64 definition that every backend is tested
-against; `op_trace` records every tensor operation.
+are called as torch's and other well-known ones. `depth_init` is depth-aware initialisation, `feature_redrawing` samples
+random features again; `head_axis_ops` removes, shares and splits heads along named axes. `reference` is the slow
+float64 definition that every backend is tested against; `op_trace` records every tensor operation.
 """
 
 from . import head_axis_ops, position_embeddings, reference
 from .depth_init import depth_scaled_init
+from .feature_redrawing import redraw_features
 from .longformer_attention import LongformerAttention
 from .merged_attention import MergedAttention
 from .multihead_attention import MultiHeadAttention, MultiheadAttention
@@ -23,5 +24,6 @@ __all__ = [
     "depth_scaled_init",
     "head_axis_ops",
     "position_embeddings",
+    "redraw_features",
     "reference",
 ]

@@ -217,7 +217,7 @@ class Collaborative(Project):
     disagreements: ClassVar[tuple[str, ...]] = (
         (
             "One released code scales scores by the shared width, the other by the width of the original heads: this "
-            "follows the latter, so that a converted layer keeps its scores."
+            "follows the latter, so that a converted layer keeps its scores. In a new layer D is heads.dim."
         ),
         "The code calls its initialisation uniform but it is normal with deviation 0.2: normal.",
         "The paper describes a Tucker decomposition, its code computes CP: CP, initialised by singular vectors.",

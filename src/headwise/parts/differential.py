@@ -52,7 +52,8 @@ class Differential(HeadPairs):
 
     Version 1 (2410.05258): l = exp(a1.b1) - exp(a2.b2) + l0 with l0 = 0.8 - 0.6 exp(-0.3 depth), depth counted
     from 0, one l for all heads of a layer. `design(heads=h)` makes h pairs of score heads. With grouped keys, each head
-    of a pair has its own key head, as in the released flash implementation; in the naive one both share it.
+    of a pair has its own key head, as in the released flash implementation. The released naive one repeats key heads
+    instead, which is `design(preset="diff", kv=g, keys="repeated")`.
 
     >>> round(Differential(depth=0).initial_lambda, 3), round(Differential(depth=10).initial_lambda, 3)
     (0.2, 0.77)
@@ -61,8 +62,10 @@ class Differential(HeadPairs):
     paper = "2410.05258"
     disagreements: ClassVar[tuple[str, ...]] = (
         (
-            "With grouped keys the released flash code gives each head of a pair its own key, the naive code one key "
-            "to both: this follows the flash code."
+            "With grouped keys the released flash code gives each head of a pair its own key. The naive code repeats "
+            "each key `repeats` = heads / kv times and gives score head j the key j // repeats: both heads of a pair "
+            "share a key if `repeats` is even, and if it is odd, some pairs do and others do not. This follows the "
+            'flash code; the preset `diff` has the other as keys="repeated".'
         ),
     )
     depth: int = 0

@@ -53,7 +53,10 @@ class Dynamic(Mix):
         "W_g starts ten times larger in the torch code than in JAX: as in JAX.",
         "GELU is exact in torch and the tanh form in JAX: exact.",
         'W_b starts at 0 in torch and at random in JAX: at 0, and off unless static="full".',
-        "A window of n keys holds n + 1 in torch training and n elsewhere: n.",
+        (
+            "A window of n keys holds n + 1 in torch training and n elsewhere: n. For the mask of torch training, "
+            'train with pattern="window(n + 1)" and set window(n) afterwards.'
+        ),
         "The released configuration of the 2.8B model switches composition off: here it is on.",
     )
     on: str = "scores"

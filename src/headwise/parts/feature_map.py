@@ -34,8 +34,9 @@ class FeatureMap(Similarity):
     x' = x dim^(-1/4), so that the expected value of s is exp(q.k / sqrt(dim)). There are `draws` directions w_i (0: dim
     ceil(ln(dim + 1))). They are orthogonal in blocks of dim, have the lengths of Gaussian vectors (the paper's
     unbiased choice; with length sqrt(dim) it would only be nearly unbiased), and are shared by all heads as in its
-    code. They are sampled once, from `seed`, and never resampled. Scores are computed up to one factor per query and
-    one for all keys, which Sum divides out.
+    code. They are sampled from `seed`; `hw.redraw_features` and `Recipe.redraw_features` sample them again. Scores are
+    computed up to one factor per query and one for all keys, which Sum divides out. `eps` is added to the features of
+    a query, after its largest w_i.q' was subtracted from the exponents as in the released code, and to those of a key.
 
     In float32, weights are accurate to 2e-5 for queries and keys of length up to 12 dim^(1/4). Longer queries lose
     digits in proportion to their exponents, and keys of length 15 dim^(1/4) have no weight at all from dim 128 on.
@@ -54,17 +55,30 @@ class FeatureMap(Similarity):
             "small number: here only that of each query, because otherwise the parallel, chunked and recurrent forms "
             "would differ."
         ),
+        (
+            "The paper adds nothing to random features; its JAX code adds 1e-4: see `eps` of `FeatureMap`, by default "
+            "0. Its 1e-4 is relative to the largest feature of all keys, later ones included; `eps` is relative to 1."
+        ),
+        (
+            "Performer's code samples the directions again during training: see `hw.redraw_features`; by default they "
+            "stay."
+        ),
     )
     signed: ClassVar[bool] = False
     kind: str = "elu"
     draws: int = 0
     seed: int = 0
+    eps: float = 0.0
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.kind not in FEATURE_MAP_KINDS:
             yield f"FeatureMap(kind={self.kind!r}) is unknown; use 'elu', 'relu' or 'favor'"
         elif self.kind != "favor" and (self.draws or self.seed):
             yield f"FeatureMap(kind={self.kind!r}) samples nothing; leave draws and seed out, or use kind 'favor'"
+        elif self.kind != "favor" and self.eps:
+            yield f"FeatureMap(kind={self.kind!r}, eps={self.eps!r}) has no eps; use normaliser Sum(eps={self.eps!r})"
+        if not self.eps >= 0:
+            yield f"FeatureMap(eps={self.eps!r}) is negative; use 1e-4 as in the authors' code, or leave it out"
         if self.draws < 0:
             yield f"FeatureMap(draws={self.draws}) is negative; use at least 1, or leave it out"
         if not 0 <= self.seed < 2**63:
@@ -101,6 +115,11 @@ class FeatureMap(Similarity):
             )
         }
 
+    def resample_constants(self, spec: AttentionSpec, seed: int) -> Mapping[str, Tensor]:
+        if self.kind != "favor":
+            return {}
+        return {"directions": sample_orthogonal_gaussian(seed, (self.num_state_features(spec.core), spec.core.dim))}
+
     def flops(self, spec: AttentionSpec, work: CallSize) -> int:
         if self.kind != "favor":
             return 0
@@ -115,6 +134,9 @@ class FeatureMap(Similarity):
     def can_be_all_zero(self) -> bool:
         return self.kind == "relu"
 
+    def has_arbitrary_scale(self) -> bool:
+        return self.kind == "favor"
+
     def pair(self, q_K: Tensor, k_K: Tensor, scale: float, p_h: Mapping[str, Tensor]) -> Tensor:
         if self.kind == "elu":
             return ((F.elu(q_K) + 1) * (F.elu(k_K) + 1)).sum(-1)
@@ -123,7 +145,11 @@ class FeatureMap(Similarity):
         q, k, directions = q_K / len(q_K) ** 0.25, k_K / len(k_K) ** 0.25, p_h["directions"]
         q_exponents = (directions * q).sum(-1)
         k_exponents = (directions * k).sum(-1) - k.square().sum() / 2 - key_exponent_offset(directions)
-        return (q_exponents - q_exponents.max() + k_exponents.clamp(max=MAX_EXPONENT)).exp().mean()
+        if not self.eps:
+            return (q_exponents - q_exponents.max() + k_exponents.clamp(max=MAX_EXPONENT)).exp().mean()
+        q_features = (q_exponents - q_exponents.max() - q.square().sum() / 2).exp() + self.eps
+        k_eps = self.eps * (-key_exponent_offset(directions)).exp()
+        return (q_features * (k_exponents.clamp(max=MAX_EXPONENT).exp() + k_eps)).mean()
 
     def feature_map(self, x_BTHK: Tensor, side: str, p: PartParams) -> Tensor:
         if self.kind == "elu":
@@ -136,10 +162,13 @@ class FeatureMap(Similarity):
         # Factors common to all features of a query cancel when weights are divided by their sum, so its largest
         # exponent is subtracted and its length left out. A key is used by many queries, so only an offset common to
         # all keys cancels, and it must be known before the first key arrives.
+        half_square = x.square().sum(-1, keepdim=True) / 2
         if side == "q":
-            return (projections - projections.amax(-1, keepdim=True)).exp()
-        exponents = projections - x.square().sum(-1, keepdim=True) / 2 - key_exponent_offset(directions).to(x.dtype)
-        return exponents.clamp(max=MAX_EXPONENT).exp() / len(directions)
+            exponents = projections - projections.amax(-1, keepdim=True)
+            return (exponents - half_square).exp() + self.eps if self.eps else exponents.exp()
+        offset = key_exponent_offset(directions).to(x.dtype)
+        features = (projections - half_square - offset).clamp(max=MAX_EXPONENT).exp()
+        return (features + self.eps * (-offset).exp() if self.eps else features) / len(directions)
 
     def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams) -> Tensor:
         return torch.matmul(q_BHTK, k_BHSK.transpose(-1, -2))
@@ -169,6 +198,7 @@ class FeatureMap(Similarity):
         yield base(similarity=cls(kind="relu"), normaliser=Sum(), pattern="window(4)", kv=3)
         yield base(similarity=cls(kind="favor", draws=9, seed=1), normaliser=Sum(), pattern="causal", kv=2, vdim=5)
         yield base(similarity=cls(kind="favor"), normaliser=Sum(), source=13)
+        yield base(similarity=cls(kind="favor", draws=9, eps=0.1), normaliser=Sum(), pattern="causal", kv=3)
 
 
 def key_exponent_offset(directions: Tensor) -> Tensor:

@@ -36,6 +36,8 @@ class Routed(Gate):
 
     Ties go to the first head. In training, the auxiliary loss "balance" is E sum_i P_i f_i, where P_i is the mean of p
     and f_i the fraction of tokens that chose head i; in the paper, and with norm="paper", it has no factor E.
+    Auxiliary losses are summed over layers: balance="sum" is the sum over layers, "mean", as released, the mean over
+    the `layers` of a stack whose layers are all routed; `at_depth` sets their number.
 
     A pruned head still takes part in the choice: `slot` is the index of each remaining head's gate, `asker` the score
     head whose query scores each routed head.
@@ -54,6 +56,7 @@ class Routed(Gate):
             ' uniform router gives 1: see `norm`, by default "code".'
         ),
         "The balance loss is sum P f in the paper and E times that in its code: see `norm`.",
+        "The code takes the mean of the balance loss over layers: see `balance`, by default the sum.",
         (
             "For trained models the paper describes straight-through routing by |q|; the released LLaMA code"
             " has only the forward pass: this follows eq. 10."
@@ -64,6 +67,8 @@ class Routed(Gate):
     norm: str = "code"
     heads: int = 0
     router: str = "learned"
+    balance: str = "sum"
+    layers: int = 1
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         heads = self.heads or len(spec.score_head_of_output)
@@ -75,6 +80,10 @@ class Routed(Gate):
             yield f"Routed(norm={self.norm!r}) is unknown; use 'code' or 'paper'"
         if self.router not in ("learned", "norm"):
             yield f"Routed(router={self.router!r}) is unknown; use 'learned' or 'norm'"
+        if self.balance not in ("sum", "mean"):
+            yield f"Routed(balance={self.balance!r}) is unknown; use 'sum' or 'mean'"
+        if self.layers < 1 or (self.layers > 1 and self.balance == "sum"):
+            yield f"Routed(layers={self.layers}) is the number of layers of a mean; use balance='mean', or leave it out"
         if not (0 <= self.always <= heads and 0 <= self.active <= heads - self.always):
             yield f"Routed(always={self.always}, active={self.active}) needs more than the {heads} heads there are"
         elif self.active == 0 and self.always < heads:
@@ -95,6 +104,9 @@ class Routed(Gate):
         for name, transform in spec.parts_of(QKTransform):
             if "q" in transform.transformed_sides(spec) and transform.normalises_length():
                 yield f"Routed(router='norm') needs queries of different lengths, unlike {name}; use router='learned'"
+
+    def at_depth(self, layer: int, layers: int) -> Self:
+        return replace(self, layers=layers) if self.balance == "mean" else self
 
     def with_fixed_sizes(self, spec: AttentionSpec) -> Self:
         return replace(self, heads=self.heads or len(spec.score_head_of_output))
@@ -181,7 +193,7 @@ class Routed(Gate):
         sums = [live.sum((0, 1)), *((t * live).sum((0, 1)) for t in (probabilities, chosen))]
         count, mean, frequency = aux_losses.sum_over(torch.cat(sums), "tokens").split([1, *chosen.shape[-1:] * 2])
         mean, frequency = (total / count.clamp(min=1) for total in (mean, frequency))
-        return self._factor(probabilities.shape[-1]) * (mean * frequency).sum()
+        return self._factor(probabilities.shape[-1]) / self.layers * (mean * frequency).sum()
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
@@ -190,7 +202,7 @@ class Routed(Gate):
         yield base(modifiers=(cls(always=2, active=3),), pattern="causal", kv=2)
         yield base(modifiers=(cls(always=1, active=2, norm="paper"),), vdim=5)
         yield base(modifiers=(cls(always=0, active=2),))
-        yield base(modifiers=(cls(always=2, active=3, heads=6),))
+        yield base(modifiers=(cls(always=2, active=3, heads=6, balance="mean", layers=3),))
         yield base(modifiers=(Rotary(), cls(always=2, active=3, router="norm")), pattern="causal", kv=2)
 
 

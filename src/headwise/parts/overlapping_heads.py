@@ -56,6 +56,10 @@ class Overlapping(Project):
     paper = "2410.14874"
     disagreements: ClassVar[tuple[str, ...]] = (
         "The scale is 1/sqrt(D) with the D channels of the head without overlap, as in the released code.",
+        (
+            'The released code uses the overlap l in layer l, so that the first layer has none: schedule="l". The '
+            'preset uses another schedule of the paper, "l+1".'
+        ),
     )
     supports_grouping: ClassVar[bool] = False
     overlap: int = 1

@@ -33,6 +33,10 @@ class TalkingHeads(Mix):
     paper = "2003.02436"
     disagreements: ClassVar[tuple[str, ...]] = (
         "The mixing starts as the identity; CaiT's released code starts it at random.",
+        (
+            "CaiT's released code adds a bias per head after each mix, the paper of talking heads none: none. On the "
+            "scores the bias cancels in softmax; on the weights it adds b_h times the sum of all values to head h."
+        ),
     )
     position_independent: ClassVar[bool] = True
     on: str = "scores"

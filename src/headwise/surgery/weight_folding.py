@@ -62,7 +62,7 @@ def _reasons_bias_stays(spec: AttentionSpec, side: str) -> Iterator[str]:
             yield f"{type(spec.similarity).__name__} is not linear in the keys"
         yield from spec.shift_sensitivity()
         return
-    if not spec.normaliser.sums_to_one:
+    if not spec.normaliser.always_sums_to_one():
         yield f"the weights of {type(spec.normaliser).__name__} do not always sum to one"
     elif spec.normaliser.proportional and spec.similarity.can_be_all_zero():
         yield f"all weights of {type(spec.similarity).__name__} may be zero"

@@ -127,6 +127,7 @@ RECIPE_RANGES: dict[str, tuple[float, float]] = {
     "clip": (0, 1e6),
     "label_smoothing": (0, 0.999),
     "dropout": (0, 0.999),
+    "redraw_features": (0, 10**9),
     "seed": (0, 2**63 - 1),
     "evaluate_every": (1, 10**9),
     "evaluate_batches": (1, 10**6),
@@ -145,7 +146,9 @@ class Recipe(CheckedDataclass):
     `min_lr_ratio` x `lr`. The optimiser is AdamW (1711.05101) with `betas`, `eps` and `weight_decay`, which applies to
     all matrices (decayed_parameters="matrices") or to all but the token and position embeddings ("non-embeddings").
     `clip` bounds the gradient norm; 0 turns clipping off. `aux_losses` are the weights of auxiliary losses by
-    name, such as (("balance", 0.01),). `init` is the initialisation of new tensors, as in `build`.
+    name, such as (("balance", 0.01),). Every `redraw_features` steps, the random features of linear attention are
+    sampled again, as by `hw.redraw_features`; 0 turns that off. `init` is the initialisation of new tensors, as in
+    `build`.
 
     Evaluation and checkpoints: every `evaluate_every` steps, `evaluate_batches` held-out batches are evaluated.
     Training stops early after `patience` evaluations without a lower loss; 0 turns that off. Every `checkpoint_every`
@@ -180,6 +183,7 @@ class Recipe(CheckedDataclass):
     label_smoothing: float = 0.0
     dropout: float = 0.0
     aux_losses: tuple[tuple[str, float], ...] = ()
+    redraw_features: int = 0
     init: str = "xavier"
     seed: int = 0
     evaluate_every: int = 100
@@ -254,6 +258,8 @@ OLD_FIELD_NAMES = {
     "start": "init",
     "spread": "parallelism",
 }
+# Fields that recipes of earlier versions lack, with the values that say what those versions did.
+VALUES_BEFORE_FIELDS: Mapping[str, Any] = {"redraw_features": 0}
 OLD_CHOICES = {("decayed_parameters", "maps"): "non-embeddings"}
 
 

@@ -33,7 +33,7 @@ from ..presets import design
 from ..spec.attention_spec import AttentionSpec
 from .autotune import StepTrial
 from .loss import check_batch, check_model, has_same_vocabulary
-from .recipe import Recipe, rename_old_fields, to_dict
+from .recipe import VALUES_BEFORE_FIELDS, Recipe, rename_old_fields, to_dict
 from .train_step import StepOptions, TrainStep
 from .training_run import TrainingCheckpoint, TrainingRun, derive_worker_seed, describe_first_difference
 
@@ -299,8 +299,8 @@ def describe_environment(run: TrainingRun) -> dict[str, Any]:
 def rename_old_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of a checkpoint with the names of today in its recipe and model spec."""
     model = spec_to_dict(spec_from_dict(config["model"]))
-    renamed = {"recipe": rename_old_fields(config["recipe"]), "model": json.loads(json.dumps(model, default=str))}
-    return {**config, **renamed}
+    recipe = {**VALUES_BEFORE_FIELDS, **rename_old_fields(config["recipe"])}
+    return {**config, "recipe": recipe, "model": json.loads(json.dumps(model, default=str))}
 
 
 def omit_model(config: Mapping[str, Any]) -> dict[str, Any]:

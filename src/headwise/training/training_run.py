@@ -27,6 +27,7 @@ from ..interfaces.core_types import CallSize
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ExpertsSpec, FeedForwardSpec, ModelSpec, StackSpec
 from ..models import Transformer, save
+from ..nn import redraw_features
 from .autotune import measure_peak_flops
 from .evaluation import TaskEvaluator
 from .loss import check_batch
@@ -331,6 +332,8 @@ class TrainingRun:
         batch = self.task.batch(step - 1, self.recipe.batch, "train")
         check_batch(batch, self.net.spec, f"batch {step - 1}")
         self.net.train()
+        if self.recipe.redraw_features and step > 1 and (step - 1) % self.recipe.redraw_features == 0:
+            redraw_features(self.net, self.recipe.seed + step)
         loss = self.train_step.compute_gradients(batch)
         norm = self.sharded_model.norm()
         if not bool(loss.isfinite() & norm.isfinite()):
