@@ -25,9 +25,10 @@ from .flops import (
     list_components,
     parameter_terms,
 )
-from .roofline import Device, RooflineOperation, dtype_bytes, list_operations, merge_operations
+from .roofline import Device, ExecutionFormats, RooflineOperation, dtype_bytes, list_operations, merge_operations
 from .symbolic_int import SymbolicInt
 from .training_memory import ActivationSettings, activation_memory
+from .weight_storage import total_weight_bytes
 from .workload import (
     Workload,
     counted_flops_by_call,
@@ -117,8 +118,8 @@ class CostEstimate:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the parameters in the precision of the workload."""
-        return self.parameters.total * dtype_bytes(self.workload.dtype)
+        """Bytes of the parameters as they are stored: quantised, or in the precision of the workload."""
+        return total_weight_bytes(self.spec_or_model, self.workload.storage(self.spec_or_model))
 
     @property
     def activation_bytes(self) -> int | None:
@@ -192,6 +193,7 @@ def estimate_cost(spec_or_model: SpecOrModel, workload: Workload, name: str = ""
     breakdowns = {phase: _required_breakdown(*call) for phase, call in calls.items()}
     target = ExecutionTarget(Device.from_name(workload.device).kind, workload.dtype)
     prefill = calls["prefill"]
+    formats = ExecutionFormats(Device.from_name(workload.device), workload.dtype, workload.storage(spec_or_model))
     return CostEstimate(
         name=name,
         spec_or_model=spec_or_model,
@@ -208,9 +210,7 @@ def estimate_cost(spec_or_model: SpecOrModel, workload: Workload, name: str = ""
         cache_bytes=_cache_bytes_of(self_attention, workload, workload.cached_tokens)
         + _cache_bytes_of(cross_attention, workload, prefill[1].source),
         operations={
-            phase: list_operations(*calls[phase], workload.dtype, workload.device)
-            for phase in ("prefill", "decode")
-            if phase in calls
+            phase: list_operations(*calls[phase], formats) for phase in ("prefill", "decode") if phase in calls
         },
         notes=tuple(list_assumptions(spec_or_model)),
     )
