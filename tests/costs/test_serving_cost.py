@@ -564,7 +564,6 @@ BAD = {
     "unit": (("--memory-fit", "--budget", "5 XiB"), "has the unknown unit 'XiB'"),
     "huge": (("--memory-fit", "--budget", "9" * 25 + " TB"), "memory must be from 1 to"),
     "below the weights": (("--memory-fit", "--budget", "1 MB"), "--budget 1 MB is less than the weights, 1.31 MB"),
-    "no row": (("--serve", "--budget", "1320000"), "one row of 2,048 tokens takes"),
     "shared": (("--serve", "--shared", "2049"), "share at most 2,048"),
     "negative": (("--serve", "--shared", "-1"), "shared must be a whole number from 0"),
     "ring": (("--serve", "--shared", "9", "--allocator", "ring"), "use paged(16)"),

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ..errors import SpecError, suggest
 from ..masking.patterns import Causal, Window
 from ..spec.attention_spec import AttentionSpec
+from .device_capacity import format_gigabytes
 from .flops import CostTerm
 from .kv_cache_memory import (
     ALLOCATION_POLICIES,
@@ -194,15 +195,6 @@ def _max_size(with_size: Callable[[int], MemoryDemand], minimum: str, demand: Me
         remedy = f"give {format_gigabytes(needed)} or more, or use several devices"
         raise SpecError(f"{fact}, and memory is {format_gigabytes(memory)}; {remedy}")
     return None if size >= MAX_SIZE else size
-
-
-def format_gigabytes(count: int) -> str:
-    """Format bytes in GB (10^9), or in MB if there are fewer.
-
-    >>> format_gigabytes(16060522496), format_gigabytes(16777216)
-    ('16.06 GB', '16.78 MB')
-    """
-    return f"{count / 1e9:,.2f} GB" if count >= 10**9 else f"{count / 1e6:,.2f} MB"
 
 
 def parse_bytes(text: str) -> int:
@@ -412,10 +404,16 @@ def _paged_allocation(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
 def _more_devices(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
     """Use the least number of devices that is enough, each with its share of weights and cache."""
     is_training = bool(demand.training_bytes_per_parameter)
-    count = first_where(lambda count: replace(demand, num_devices=count).fits)
-    if count and count <= (demand.requests.num_requests if is_training else MAX_DEVICES):
+    if count := min_devices(demand):
         divided = "weights and rows" if is_training else "weights and cache"
         yield MemoryRemedy(f"{count:,} devices that divide {divided}", replace(demand, num_devices=count))
+
+
+def min_devices(demand: MemoryDemand) -> int | None:
+    """Return the least number of devices that hold a demand, each with its share; None if none does."""
+    count = first_where(lambda count: replace(demand, num_devices=count).fits)
+    limit = demand.requests.num_requests if demand.training_bytes_per_parameter else MAX_DEVICES
+    return count if count and count <= limit else None
 
 
 REMEDIES = (

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from .cost_report import TERMINAL_WIDTH, format_count, format_seconds
+from .device_capacity import MemoryShortfall
 from .kv_cache_memory import RequestBatch
-from .serving_capacity import MemoryDemand, max_context, max_requests, pluralise
+from .serving_capacity import MemoryDemand, max_context, max_requests, min_devices, pluralise
 from .serving_cost import ServingStep
 
 MAX_ROWS = 2**16  # the largest batch of the table, if memory allows it
@@ -94,6 +95,9 @@ class ThroughputReport:
         formats = f"{serving.formats.compute}, {serving.formats.cache} cache ({serving.allocator})"
         yield from _wrap(f"{title}, {formats}, {serving.device.description}")
         yield ""
+        if not self.demand.fits:
+            yield from self._shortfall_lines()
+            return
         yield _operation_line("decode step", "FLOPs", "bytes", "FLOPs/byte", "bound by", "min time")
         yield from _step_lines(self.decode_step)
         yield ""
@@ -110,6 +114,16 @@ class ThroughputReport:
         for rate in self.decode_rates:
             yield f"{rate.rows:,}".rjust(10) + format_seconds(rate.seconds).rjust(14) + f"{rate.tokens:,.0f}".rjust(20)
 
+    def _shortfall_lines(self) -> Iterator[str]:
+        """Lines of a device that cannot hold the requests: no times, but how much is missing."""
+        demand, count = self.demand, min_devices(self.demand)
+        shortfall = MemoryShortfall("step", "these rows", demand.bytes_per_device, demand.serving.device)
+        yield from _wrap(str(shortfall))
+        if count and count != shortfall.min_devices:
+            yield from _wrap(f"{count:,} devices hold them if each divides weights and cache and has all activations.")
+        if demand.with_uniform_requests(1, 1).fits:
+            yield from _wrap("--memory-fit lists changes that would make them fit.")
+
     def _limit_lines(self) -> Iterator[str]:
         demand, serving, num_rows = self.demand, self.demand.serving, self.demand.requests.num_requests
         tokens, context = serving.compute_bound_tokens(), serving.core_dominates_from(num_rows)
@@ -120,13 +134,22 @@ class ThroughputReport:
         longest, most = max_context(demand), max_requests(demand)
         yield _value_line(f"rows of {self.longest_length:,} tokens that fit into memory", _format_limit(most))
         yield _value_line(f"longest context of {pluralise(num_rows, 'row')}", _format_limit(longest))
-        if not demand.fits:
-            yield "These rows do not fit; --memory-fit lists changes that would make them fit."
 
     @property
     def data(self) -> dict[str, Any]:
         """The report as plain values."""
         demand, serving = self.demand, self.demand.serving
+        if not demand.fits:
+            return {
+                "name": self.name,
+                "rows": [list(pair) for pair in demand.requests.counts_by_length],
+                "allocator": str(serving.allocator),
+                "cache_bytes": sum(term.value for term in demand.cache_terms),
+                "fits": False,
+                "needed_bytes": demand.bytes_per_device,
+                "missing_bytes": demand.bytes_per_device - int(serving.device.memory),
+                "devices": min_devices(demand),
+            }
         seconds = self.decode_step.seconds
         steps = {"decode": self.decode_step, "mixed": self.mixed_step}
         return {

@@ -110,7 +110,7 @@ def _parser() -> CommandParser:
         "--generate", type=int, default=0, metavar="TOKENS", help="tokens to generate after the context"
     )
     parser.add_argument("--batch", type=int, default=1, metavar="ROWS", help="batch size")
-    parser.add_argument("--dtype", default="bf16", metavar="NAME", help="bf16, fp16, fp32, fp8, int8, mxfp4 or int4")
+    parser.add_argument("--dtype", default="bf16", metavar="NAME", help="bf16, fp16, fp32, fp8, int8 or mxfp4")
     parser.add_argument(
         "--device", default="h200", metavar="NAME", help="h200, h100, a100, l40s, rtx4090, m2-max, cpu, or here"
     )
