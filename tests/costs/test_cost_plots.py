@@ -15,6 +15,7 @@ from hypothesis import given, strategies as st
 import headwise as hw
 from headwise import cli
 from headwise.costs import cost_plots
+from headwise.costs.cost_csv import to_csv
 from headwise.costs.cost_plots import (
     ChartLine,
     LineChart,
@@ -24,7 +25,7 @@ from headwise.costs.cost_plots import (
     shorten_label,
     spread_labels,
 )
-from headwise.costs.cost_report import estimate_cost, to_csv
+from headwise.costs.cost_report import estimate_cost
 
 LOAD = hw.Workload(batch=2, context=300)
 NAMES = ("gqa", "mla", "linear")

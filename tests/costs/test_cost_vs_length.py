@@ -114,8 +114,8 @@ def test_seconds_change_sides_where_prices_do():
     (row,) = (row for row in hw.find_crossovers({"gqa": gqa, "mla": mla}).crossovers if row.quantity == "step_seconds")
     first = row.ranges[0].first
     gains = [
-        estimate_cost(gqa, hw.Workload(context=t)).seconds("decode")
-        - estimate_cost(mla, hw.Workload(context=t)).seconds("decode")
+        estimate_cost(gqa, hw.Workload(context=t)).total_operation("decode").seconds
+        - estimate_cost(mla, hw.Workload(context=t)).total_operation("decode").seconds
         for t in (first - 1, first, 10 * first, 10**9)
     ]
     assert [gain > 0 for gain in gains] == [False, True, True, True]

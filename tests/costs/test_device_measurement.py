@@ -14,8 +14,8 @@ import torch
 
 import headwise as hw
 from headwise import cli
-from headwise.costs import roofline, serving_cost
-from headwise.costs.roofline import Device
+from headwise.costs import decode_intensity, roofline
+from headwise.costs.roofline import Device, NumberFormats
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,7 @@ def test_importing_does_not_measure(home: Path):
 
 
 def test_boxes_are_measured_here(capsys, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(serving_cost, "TIMING_SECONDS", 0.001)
+    monkeypatch.setattr(decode_intensity, "TIMING_SECONDS", 0.001)
     presets = ("mha", "gqa", "mla", "dcmha", "linear")
     code = cli.main(["cost", *presets, "--model", "256", "--context", "60", "--intensity", "--device", "here"])
     out = capsys.readouterr().out
@@ -125,16 +125,16 @@ def test_boxes_are_measured_here(capsys, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_too_large_cores_are_not_measured(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(serving_cost, "time_products", lambda *args: pytest.fail("measured"))
-    monkeypatch.setattr(serving_cost, "time_core", lambda *args: pytest.fail("measured"))
-    boxed = serving_cost.DecodeLayer(hw.design(preset="gqa", model=2**15, heads=8), Device.from_name("h200"), 2**22)
+    monkeypatch.setattr(decode_intensity, "time_products", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr(decode_intensity, "time_core", lambda *args: pytest.fail("measured"))
+    boxed = decode_intensity.DecodeLayer(hw.design(preset="gqa", model=2**15, heads=8), Device.from_name("h200"), 2**22)
     assert [boxed.with_measured_seconds(box).measured for box in boxed.components(64)] == [None] * 3
 
 
 def test_the_core_that_is_timed_has_the_sizes_of_the_spec(monkeypatch: pytest.MonkeyPatch):
     recorded: list[tuple[int, ...]] = []
     multiply = torch.bmm
-    monkeypatch.setattr(serving_cost, "TIMING_SECONDS", 0)
+    monkeypatch.setattr(decode_intensity, "TIMING_SECONDS", 0)
     monkeypatch.setattr(torch, "bmm", lambda a, b: (recorded.append((*a.shape, b.shape[-1])), multiply(a, b))[1])
     for preset, expected in {
         "gqa": [(6, 4, 64, 30), (6, 4, 30, 64)],  # 3 rows of 2 key heads, which 4 heads share
@@ -143,7 +143,7 @@ def test_the_core_that_is_timed_has_the_sizes_of_the_spec(monkeypatch: pytest.Mo
     }.items():
         recorded.clear()
         spec = hw.design(preset=preset)
-        boxed = serving_cost.DecodeLayer(spec, Device.from_name("h200"), 30, serving_cost.NumberFormats("fp32"))
+        boxed = decode_intensity.DecodeLayer(spec, Device.from_name("h200"), 30, NumberFormats("fp32"))
         assert boxed.with_measured_seconds(boxed.components(3)[1]).measured is not None
         assert recorded[:2] == expected
         assert sum(2 * b * m * k * n for b, m, k, n in recorded[:2]) == boxed.components(3)[1].flops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from hypothesis import given, strategies as st
 import headwise as hw
 from headwise import cli
 from headwise.costs.cost_report import estimate_cost
+from headwise.costs.decode_intensity import DecodeLayer
 from headwise.costs.kv_cache_memory import (
     AttentionGroup,
     CacheAllocator,
@@ -23,14 +25,17 @@ from headwise.costs.kv_cache_memory import (
 from headwise.costs.roofline import Device, NumberFormats
 from headwise.costs.serving_capacity import (
     MemoryDemand,
-    ThroughputReport,
     check_memory_fit,
     max_context,
     max_requests,
     parse_bytes,
 )
-from headwise.costs.serving_cost import DecodeLayer, RequestChunk, ServingCost, chunk_cost, flops_by_part
+from headwise.costs.serving_cost import RequestChunk, ServingCost, chunk_cost, flops_by_part
+from headwise.costs.throughput_report import ThroughputReport
+from headwise.costs.weight_storage import WeightStorage
 from headwise.families import read_model_spec
+from headwise.model_spec import ExpertsSpec, FeedForwardSpec
+from headwise.model_spec.components import make_weight
 from support.model_configs import LLAMA3, gemma_3_1b
 
 H200 = Device.from_name("h200")
@@ -160,10 +165,44 @@ def test_parts_are_the_whole(name: str):
 
 
 def test_experts_are_read_once_and_computed_for_every_token():
-    feed = WeightMatrixGroup("experts", 1, ((4, 10),), ((10, 100), (100, 10)), num_experts=4, num_active_experts=2)
-    assert [feed.bytes_moved(tokens, "fp32") for tokens in (1, 2, 3)] == [4 * (40 + n * 2000) for n in (2, 4, 4)]
+    """The expected number of different experts is 4 (1 - 2^-n), if each token chooses 2 of 4."""
+    router = make_weight("decoder.0.feed.router", "expert model", expert=4, model=10)
+    up = make_weight("decoder.0.feed.each.up", "expert hidden model", expert=4, hidden=10, model=100)
+    down = make_weight("decoder.0.feed.each.down", "expert model hidden", expert=4, hidden=10, model=100)
+    feed = WeightMatrixGroup("experts", 1, (router,), (up, down), num_experts=4, num_active_experts=2)
+    moved = [feed.bytes_moved(tokens, WeightStorage("fp32")) for tokens in (1, 2, 3)]
+    assert moved == [4 * (40 + n * 2000) for n in (2, 3, 3.5)]
     assert feed.flops(3) == 2 * 3 * (40 + 2 * 2000)
     assert feed.numbers_per_token == 14 + 2 * 220
+
+
+@pytest.mark.parametrize(("count", "active", "tokens"), [(4, 1, 3), (4, 2, 3), (5, 3, 2), (3, 3, 2), (6, 2, 1)])
+def test_tokens_share_experts_as_often_as_all_their_choices_do(count: int, active: int, tokens: int):
+    """The mean over every possible choice of every token."""
+    choices = list(itertools.combinations(range(count), active))
+    numbers = [len(set().union(*chosen)) for chosen in itertools.product(choices, repeat=tokens)]
+    experts = ExpertsSpec(FeedForwardSpec(3), count, active)
+    assert experts.expected_experts(tokens) == pytest.approx(sum(numbers) / len(numbers), rel=1e-12)
+
+
+def test_32_rows_of_gpt_oss_read_82_of_128_experts():
+    """By 1 - (31/32)^32 of them in gpt-oss-120b, and nearly all 32 in gpt-oss-20b; both reports read the same."""
+    expert = 3 * 2880**2 * 17 // 32 + 2 * 3 * 2880
+    for name, layers, count, read in (("gpt-oss-120b", 36, 128, 81.65), ("gpt-oss-20b", 24, 32, 31.55)):
+        model = read_model_spec(name)
+        share = 1 - (1 - 4 / count) ** 32
+        assert count * share == pytest.approx(read, abs=0.01)
+        others = 2 * 2880 * count + 2 * count + 2 * 32 * (2880 + count + 4 * 3 * 2 * 2880)
+        expected = layers * (count * share * expert + others)
+        served = ServingCost(model, H200).decode_step(RequestBatch.uniform(32, 100)).weight_operations
+        (feed,) = [one for one in served if one.name.endswith("experts")]
+        assert feed.moved == pytest.approx(expected, rel=1e-9)
+        (feed,) = [
+            one
+            for one in estimate_cost(model, hw.Workload(batch=32, context=100)).operations["decode"]
+            if one.name == "feed-forward"
+        ]
+        assert feed.moved == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_window_and_a_state_stop_growing():
@@ -525,7 +564,6 @@ BAD = {
     "unit": (("--memory-fit", "--budget", "5 XiB"), "has the unknown unit 'XiB'"),
     "huge": (("--memory-fit", "--budget", "9" * 25 + " TB"), "memory must be from 1 to"),
     "below the weights": (("--memory-fit", "--budget", "1 MB"), "--budget 1 MB is less than the weights, 1.31 MB"),
-    "no row": (("--serve", "--budget", "1320000"), "one row of 2,048 tokens takes"),
     "shared": (("--serve", "--shared", "2049"), "share at most 2,048"),
     "negative": (("--serve", "--shared", "-1"), "shared must be a whole number from 0"),
     "ring": (("--serve", "--shared", "9", "--allocator", "ring"), "use paged(16)"),

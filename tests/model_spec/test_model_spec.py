@@ -31,8 +31,10 @@ from headwise.model_spec import (
     OutputHeadSpec,
     PatchSpec,
     PositionSpec,
+    QuantizationSpec,
     StackSpec,
     UnsupportedPart,
+    WeightFormat,
 )
 from support.layer_cases import EXAMPLES
 
@@ -120,6 +122,9 @@ EVERY = (
         "decoder",
         (stack(block(), embedding=EmbeddingSpec(11), weights_of="first"),),
         beyond=(UnsupportedPart("bends", (("decoder.0.feed.bend", 3),)),),
+        quantization=QuantizationSpec(
+            WeightFormat("narrow", 3, 2, 16, 8, 4, 8, 2, "flat"), ("*.*.feed",), ("decoder.0.feed.up",)
+        ),
     ),
 )
 

@@ -3,11 +3,14 @@
 In reading order:
 
 - `workload` describes forward calls, `flops` counts them term by term (`symbolic_int` keeps the formula of every
-  number), `roofline` turns FLOPs and bytes into a lower bound of the time on a device;
-- `cost_report` collects this in the tables of `hw.cost` and `headwise cost`; `cost_vs_length` finds the lengths at
-  which one spec becomes cheaper than another; `cost_plots` draws charts; `size_matching` finds sizes of equal cost;
+  number), `weight_storage` gives the bytes of weights as stored, quantised ones with their scales, and `roofline`
+  turns FLOPs and bytes into a lower bound of the time on a device, if `device_capacity` finds room there;
+- `cost_report` collects this in the tables of `hw.cost` and `headwise cost` (`cost_csv` as CSV); `cost_vs_length`
+  finds the lengths at which one spec becomes cheaper than another; `cost_plots` draws charts; `size_matching` finds
+  sizes of equal cost;
 - `activations`, `training_memory` and `saved_tensors` give the memory of training;
-- `kv_cache_memory`, `serving_cost` and `serving_capacity` give the memory, latency and throughput of serving;
+- `kv_cache_memory`, `serving_cost`, `serving_capacity` and `throughput_report` give the memory, latency and
+  throughput of serving, and `decode_intensity` the arithmetic intensity of the parts of a decode step;
 - `complexity` and `published_formulas` compare with the literature and with a small layer that is run.
 """
 

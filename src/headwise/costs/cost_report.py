@@ -1,9 +1,8 @@
-"""Cost estimates of layers and models before they run: parameters, FLOPs, bytes and time; as text, JSON and CSV."""
+"""Cost estimates of layers and models before they run: parameters, FLOPs, bytes and time; as text and JSON."""
 
 from __future__ import annotations
 
-import csv
-import io
+import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from ..errors import SpecError, suggest
 from ..model_spec import ModelSpec
 from ..spec.attention_spec import AttentionSpec
 from . import cache_bytes
+from .device_capacity import MemoryShortfall, find_shortfall
 from .flops import (
     AttentionComponent,
     CostBreakdown,
@@ -25,9 +25,10 @@ from .flops import (
     list_components,
     parameter_terms,
 )
-from .roofline import Device, RooflineOperation, dtype_bytes, list_operations, merge_operations
+from .roofline import Device, ExecutionFormats, RooflineOperation, dtype_bytes, list_operations, merge_operations
 from .symbolic_int import SymbolicInt
 from .training_memory import ActivationSettings, activation_memory
+from .weight_storage import total_weight_bytes
 from .workload import (
     Workload,
     counted_flops_by_call,
@@ -100,9 +101,16 @@ class CostEstimate:
                 first_with_spec[component.spec] = component
         return {component.name or self.name: spec for spec, component in reversed(first_with_spec.items())}
 
-    def seconds(self, phase: str) -> float:
-        """Lower bound of the time of a phase, in seconds: the sum over its operations."""
-        return self.total_operation(phase).seconds
+    def seconds(self, phase: str) -> float | None:
+        """Lower bound of the time of a phase: the sum over its operations; None if the device cannot hold it."""
+        return None if self.shortfall(phase) else self.total_operation(phase).seconds
+
+    def shortfall(self, phase: str) -> MemoryShortfall | None:
+        """By how much the device is too small for a phase: prefill needs the weights, a decode step also the cache."""
+        decodes = phase == "decode"
+        contents = "weights and cache" if decodes and self.cache_bytes else "weights"
+        needed = self.weights_bytes + (self.cache_bytes if decodes else 0)
+        return find_shortfall(CALL_LABELS[phase], contents, needed, Device.from_name(self.workload.device))
 
     def total_operation(self, phase: str) -> RooflineOperation:
         """Sum of all operations of a phase."""
@@ -117,8 +125,8 @@ class CostEstimate:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the parameters in the precision of the workload."""
-        return self.parameters.total * dtype_bytes(self.workload.dtype)
+        """Bytes of the parameters as they are stored: quantised, or in the precision of the workload."""
+        return total_weight_bytes(self.spec_or_model, self.workload.storage(self.spec_or_model))
 
     @property
     def activation_bytes(self) -> int | None:
@@ -156,6 +164,13 @@ class CostEstimate:
             "kv_bytes": self.cache_bytes,
             "activation_bytes": self.activation_bytes,
             "seconds": {phase: self.seconds(phase) for phase in self.operations},
+            "missing_bytes": {
+                phase: shortfall.missing_bytes if (shortfall := self.shortfall(phase)) else 0
+                for phase in self.operations
+            },
+            "devices": max(
+                shortfall.min_devices if (shortfall := self.shortfall(phase)) else 1 for phase in self.operations
+            ),
             "intensity": self.core_operation.intensity,
             "bound": self.core_operation.bound,
             "operations": operations,
@@ -192,6 +207,7 @@ def estimate_cost(spec_or_model: SpecOrModel, workload: Workload, name: str = ""
     breakdowns = {phase: _required_breakdown(*call) for phase, call in calls.items()}
     target = ExecutionTarget(Device.from_name(workload.device).kind, workload.dtype)
     prefill = calls["prefill"]
+    formats = ExecutionFormats(Device.from_name(workload.device), workload.dtype, workload.storage(spec_or_model))
     return CostEstimate(
         name=name,
         spec_or_model=spec_or_model,
@@ -208,9 +224,7 @@ def estimate_cost(spec_or_model: SpecOrModel, workload: Workload, name: str = ""
         cache_bytes=_cache_bytes_of(self_attention, workload, workload.cached_tokens)
         + _cache_bytes_of(cross_attention, workload, prefill[1].source),
         operations={
-            phase: list_operations(*calls[phase], workload.dtype, workload.device)
-            for phase in ("prefill", "decode")
-            if phase in calls
+            phase: list_operations(*calls[phase], formats) for phase in ("prefill", "decode") if phase in calls
         },
         notes=tuple(list_assumptions(spec_or_model)),
     )
@@ -366,12 +380,19 @@ def _format_table(estimates: Sequence[CostEstimate]) -> list[str]:
         lines += ["", _format_row("", [estimate.name[-width + 1 :] for estimate in group], width)]
         lines += [_format_row(name.rstrip("."), [cell(estimate) for estimate in group], width) for name, cell in rows]
     lines.append("")
-    notes = [f"{estimate.name}: {note}" for estimate in estimates for note in estimate.notes]
+    notes = [f"{estimate.name}: {note}" for estimate in estimates for note in _list_notes(estimate)]
     for note in notes:
         lines += textwrap.wrap(note, TERMINAL_WIDTH)
     if notes:
         lines.append("")
     return lines + textwrap.wrap(FOOTNOTE, TERMINAL_WIDTH)
+
+
+def _list_notes(estimate: CostEstimate) -> Iterator[str]:
+    """Yield the notes of an estimate, and one if the device cannot hold the larger of its phases."""
+    shortfalls = [shortfall for phase in estimate.operations if (shortfall := estimate.shortfall(phase))]
+    yield from estimate.notes
+    yield from (str(shortfall) for shortfall in shortfalls[-1:])
 
 
 def _format_header(estimates: Sequence[CostEstimate]) -> list[str]:
@@ -421,10 +442,12 @@ def _time_rows(phase: str) -> Iterator[tuple[str, Cell]]:
     """The rows of the time that a phase takes."""
 
     def seconds(estimate: CostEstimate) -> str:
-        return format_seconds(estimate.seconds(phase)) if phase in estimate.operations else "-"
+        time = estimate.seconds(phase) if phase in estimate.operations else math.inf
+        return "too large" if time is None else "-" if time == math.inf else format_seconds(time)
 
     def bound(estimate: CostEstimate) -> str:
-        return estimate.total_operation(phase).bound if phase in estimate.operations else "-"
+        is_timed = phase in estimate.operations and estimate.shortfall(phase) is None
+        return estimate.total_operation(phase).bound if is_timed else "-"
 
     yield f"{phase}, least time", seconds
     yield "  bound by" + "." * len(phase), bound
@@ -483,11 +506,12 @@ def _format_operations(estimates: Sequence[CostEstimate]) -> Iterator[str]:
             yield title.ljust(NAME_WIDTH) + "".join(header.rjust(COLUMN_WIDTH) for header in headers)
             for operation in (*operations, estimate.total_operation(phase)):
                 label = "total" if operation.name == phase else operation.name
+                is_untimed = operation.name == phase and estimate.shortfall(phase) is not None
                 cells = [
                     format_count(operation.flops),
                     format_count(operation.moved),
                     f"{operation.intensity:.1f}",
-                    format_seconds(operation.seconds),
+                    "too large" if is_untimed else format_seconds(operation.seconds),
                     operation.bound,
                 ]
                 yield _format_row(f"  {label}", cells, COLUMN_WIDTH)
@@ -546,33 +570,3 @@ def format_seconds(seconds: float) -> str:
 
 def _format_row(name: str, cells: Sequence[str], width: int) -> str:
     return (name.ljust(NAME_WIDTH) + "".join(cell.rjust(width) for cell in cells)).rstrip()
-
-
-# --- CSV -----------------------------------------------------------------------------------------------
-
-
-def to_csv(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Format rows of plain values as CSV (RFC 4180), with one column for each scalar value.
-
-    Values of nested mappings get dotted names; lists are left out; a missing value is an empty field.
-
-    >>> to_csv([{"name": "a, b", "flops": {"prefill": 2**70}, "terms": []}, {"name": "c", "bound": None}]).split(
-    ...     "\\r\\n"
-    ... )
-    ['name,flops.prefill,bound', '"a, b",1180591620717411303424,', 'c,,', '']
-    """
-    flat = [dict(_flatten_values("", row)) for row in rows]
-    names = list(dict.fromkeys(name for row in flat for name in row))
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, names, restval="", lineterminator="\r\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return buffer.getvalue()
-
-
-def _flatten_values(prefix: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in row.items():
-        if isinstance(value, Mapping):
-            yield from _flatten_values(f"{prefix}{key}.", value)
-        elif not isinstance(value, list | tuple):
-            yield prefix + key, value

@@ -12,7 +12,7 @@ from ..errors import SpecError
 from ..masking.patterns import Pattern
 from . import cache_bytes
 from .flops import AttentionComponent, SpecOrModel, list_components
-from .roofline import Device, dtype_bytes, list_operations
+from .roofline import Device, ExecutionFormats, dtype_bytes, list_operations
 from .workload import CallsByPhase, Workload, list_calls, max_lengths
 
 MAX_TOKENS = 2**40
@@ -75,7 +75,8 @@ def cost_at_length(spec_or_model: SpecOrModel, workload: Workload) -> LengthCost
     True
     """
     calls = _calls_of_workload(spec_or_model, workload)
-    operations = {phase: list_operations(*calls[phase], workload.dtype, workload.device) for phase in calls}
+    formats = ExecutionFormats(Device.from_name(workload.device), workload.dtype, workload.storage(spec_or_model))
+    operations = {phase: list_operations(*calls[phase], formats) for phase in calls}
     flops = {phase: sum(operation.flops for operation in operations[phase]) for phase in calls}
     seconds = {phase: sum(operation.seconds for operation in operations[phase]) for phase in calls}
     return LengthCost(

@@ -16,9 +16,18 @@ from ..interfaces import Modifier, Part
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CallSize, CoreShape, Phase
 from ..masking.patterns import Pattern
-from ..model_spec import BlockSpec, EmbeddingSpec, ModelSpec, OutputHeadSpec, StackSpec, WeightSpec
+from ..model_spec import BlockSpec, EmbeddingSpec, ExpertsSpec, ModelSpec, OutputHeadSpec, StackSpec, WeightSpec
+from ..model_spec.components import add_prefix
 from ..spec.attention_spec import AttentionSpec
 from .symbolic_int import SymbolicInt, formula, formula_as_factor, name_sizes
+from .weight_storage import (
+    SINGLE_LAYER,
+    WeightStorage,
+    group_blocks_stored_alike,
+    is_routed,
+    list_feed_weights,
+    list_head_matrices,
+)
 
 
 class CostTerm(NamedTuple):
@@ -223,7 +232,7 @@ class AttentionComponent:
     """An attention layer, alone or as it occurs `times` times in a model.
 
     `role` is "attention" for self-attention, or "cross" if it reads the source. `before_last_stack` is true in the
-    encoder of an encoder-decoder.
+    encoder of an encoder-decoder. `place` is the first layer that is this one, by which its weights are named.
     """
 
     name: str
@@ -231,6 +240,7 @@ class AttentionComponent:
     role: str = "attention"
     times: int = 1
     before_last_stack: bool = False
+    place: str = SINGLE_LAYER
 
     @property
     def can_decode(self) -> bool:
@@ -291,15 +301,15 @@ class AttentionComponent:
         recomputed = recomputed_flops(backend, signature, work, core)
         return outside + core * value_grad_factors(self.spec, signature.core) + recomputed
 
-    def num_weights_read(self, call: ForwardCall) -> int:
-        """How many parameters the call reads: all, except projections that no token of the call passes through."""
+    def weights_read(self, call: ForwardCall) -> list[WeightSpec]:
+        """The tensors that the call reads: all, except projections that no token of the call passes through."""
         spec, work = self._executed_spec(call), self.work(call)
-        total = 0
-        for _, part in spec.parts():
-            for param in part.params(spec).values():
+        weights: list[WeightSpec] = []
+        for name, part in spec.parts():
+            for key, param in part.params(spec).items():
                 if param.trainable and (not param.applied or work.tokens(param.applied)):
-                    total += param.layout.numel(spec.sizes_of(part))
-        return total
+                    weights.append(WeightSpec(f"{self.place}.{name}.{key}", param.layout, spec.sizes_of(part)))
+        return weights
 
     def _executed_spec(self, call: ForwardCall) -> AttentionSpec:
         return replace(self.spec, project=self.spec.projection_form(call.mode == "steps"))
@@ -364,20 +374,21 @@ TOKENS_SCORED_BY_HEAD: dict[str, Callable[[ForwardCall], int]] = {
 class LinearComponent:
     """Linear maps and lookup tables, applied token by token: feed-forward, embedding, output head.
 
-    `count_tokens` gives the number of tokens per row; `num_weights_met` maps the total number of tokens to the number
-    of weights that they read; `rows_looked_up` is the number of values looked up per token. `num_grad_factors` is 1 if
-    the input has no gradient, such as pixels.
+    `count_tokens` gives the number of tokens per row; `weights` are the tensors that they read, of which `experts`
+    chooses some; `rows_looked_up` is the number of values looked up per token. `num_grad_factors` is 1 if the input has
+    no gradient, such as pixels.
     """
 
     name: str
     role: str
     matrices: tuple[WeightSpec, ...]
     count_tokens: Callable[[ForwardCall], int]
-    num_weights_met: Callable[[int], int]
+    weights: tuple[WeightSpec, ...]
     times: int = 1
     before_last_stack: bool = False
     rows_looked_up: int = 0
     num_grad_factors: int = 2
+    experts: ExpertsSpec | None = None
 
     def required_products(self, call: ForwardCall) -> Iterator[MatrixProduct]:
         """One product for each matrix."""
@@ -399,13 +410,21 @@ class LinearComponent:
         """FLOPs executed in the backward pass on any target."""
         return sum(product.num_grad_factors * product.flops for product in self.required_products(call))
 
-    def numbers_moved(self, call: ForwardCall) -> int:
-        """Number of values read and written: the weights used, and the input and output of every matrix."""
+    def values_moved(self, call: ForwardCall) -> int:
+        """Number of values read and written besides the weights: the input and output of every matrix."""
+        values_per_token = sum(map(_input_output_sizes, self.matrices)) + 2 * self.rows_looked_up
+        return call.batch * self._num_tokens(call) * values_per_token
+
+    def weight_bytes_read(self, call: ForwardCall, storage: WeightStorage) -> int:
+        """Bytes of the weights that are read; of experts, the expected number of different ones."""
         tokens = call.batch * self._num_tokens(call)
         if not tokens:
             return 0
-        values_per_token = sum(map(_input_output_sizes, self.matrices)) + 2 * self.rows_looked_up
-        return self.num_weights_met(tokens) + tokens * values_per_token
+        dense = storage.total_bytes(weight for weight in self.weights if not is_routed(weight))
+        if self.experts is None:
+            return dense
+        routed = storage.total_bytes(weight for weight in self.weights if is_routed(weight))
+        return dense + round(routed * self.experts.expected_experts(tokens) / self.experts.count)
 
     def _num_tokens(self, call: ForwardCall) -> int:
         return self.count_tokens(call.encoder_call if self.before_last_stack else call)
@@ -430,27 +449,30 @@ def list_components(spec_or_model: SpecOrModel) -> list[ModelComponent]:
     for stack in spec_or_model.stacks:
         early = stack is not spec_or_model.stacks[-1]
         components += [_embedding_component(stack, stack.embedding, early)] if stack.embedding else []
-        blocks: Counter[BlockSpec] = Counter()
-        for run in stack.runs:
-            blocks.update({block: run.times * run.blocks.count(block) for block in run.blocks})
-        for block, times in blocks.items():
-            components += _block_components(stack, block, times, early)
+        for depth, block, times in group_blocks_stored_alike(stack, spec_or_model.quantization):
+            components += _block_components(stack, block, (depth, times), early)
     return components + [_head_component(spec_or_model, head) for head in spec_or_model.heads]
 
 
-def _block_components(stack: StackSpec, block: BlockSpec, times: int, early: bool) -> Iterator[ModelComponent]:
+def _block_components(
+    stack: StackSpec, block: BlockSpec, layers: tuple[int, int], early: bool
+) -> Iterator[ModelComponent]:
+    """Yield the components of equal layers, given the first of them and their number."""
+    depth, times = layers
     for role, spec in block.attention_specs.items():
         cross_spec = replace(spec, source=spec.source or spec.model) if role == "cross" else spec
-        yield AttentionComponent(f"{stack.name}.*.{role}", cross_spec, role, times, early)
+        place = f"{stack.name}.{depth}.{role}"
+        yield AttentionComponent(f"{stack.name}.*.{role}", cross_spec, role, times, early, place)
     if feed := block.feed:
         yield LinearComponent(
             f"{stack.name}.*.feed",
             "feed",
             tuple(feed.matmul_weights(stack.model)),
             lambda call: call.tokens,
-            lambda tokens: feed.active_params(stack.model, tokens),
+            list_feed_weights(feed, stack.model, f"{stack.name}.{depth}.feed"),
             times,
             early,
+            experts=feed if isinstance(feed, ExpertsSpec) else None,
         )
 
 
@@ -461,7 +483,7 @@ def _embedding_component(stack: StackSpec, embedding: EmbeddingSpec, early: bool
         "embedding",
         matrices,
         lambda call: call.tokens and patches.num_patches if patches else call.tokens,
-        lambda _: sum(matrix.numel for matrix in matrices),
+        tuple(add_prefix(f"{stack.name}.embedding", "embedding", matrices)),
         before_last_stack=early,
         rows_looked_up=0 if patches else stack.model,
         num_grad_factors=1,
@@ -470,8 +492,8 @@ def _embedding_component(stack: StackSpec, embedding: EmbeddingSpec, early: bool
 
 def _head_component(model: ModelSpec, head: OutputHeadSpec) -> LinearComponent:
     matrices = tuple(head.matmul_weights(model.stacks[-1].model))
-    numbers = sum(matrix.numel for matrix in matrices)
-    return LinearComponent(f"head.{head.name}", "head", matrices, TOKENS_SCORED_BY_HEAD[head.at], lambda _: numbers)
+    weights = list_head_matrices(head, model.stacks[-1].model)
+    return LinearComponent(f"head.{head.name}", "head", matrices, TOKENS_SCORED_BY_HEAD[head.at], weights)
 
 
 def parameter_terms(spec_or_model: SpecOrModel) -> CostBreakdown:

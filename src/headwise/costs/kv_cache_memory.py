@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -17,11 +16,31 @@ from typing import NamedTuple
 from ..errors import SpecError, suggest
 from ..interfaces.axis_layout import AxisLayout
 from ..masking.key_intervals import KeyRetention
-from ..model_spec import ApproximateAttention, BlockSpec, ExpertsSpec, FeedForwardSpec, LayerRun, ModelSpec
+from ..model_spec import (
+    ApproximateAttention,
+    BlockSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    LayerRun,
+    ModelSpec,
+    WeightSpec,
+)
+from ..model_spec.components import add_prefix, expected_distinct
 from ..model_spec.model import MAX_LAYERS
 from ..spec.attention_spec import AttentionSpec
+from . import count_parameters
 from .flops import CostTerm
 from .roofline import STORAGE_BYTES, NumberFormats, stored_bytes
+from .weight_storage import (
+    SINGLE_LAYER,
+    WeightStorage,
+    group_stored_alike,
+    is_routed,
+    list_attention_weights,
+    list_feed_weights,
+    list_head_matrices,
+    total_weight_bytes,
+)
 from .workload import MAX_SIZE
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -35,20 +54,19 @@ class AttentionGroup:
     spec: AttentionSpec
     num_layers: int = 1
     kv_source: str = "own"
+    place: str = SINGLE_LAYER  # the first of the layers, by which weights are named
 
     @property
-    def weight_shapes(self) -> Shapes:
-        """Shapes of the parameters of one layer that a decode step reads.
+    def weights(self) -> tuple[WeightSpec, ...]:
+        """The tensors of one layer that a decode step reads.
 
         Cross-attention projects the keys and values of the source only once, so those projections are left out.
         """
-        params, shapes = self.spec.params().items(), self.spec.shapes()
-        excluded = "source" if self.kv_source == "source" else None
-        return tuple(
-            shapes[name]
-            for name, param in params
-            if param.trainable and (not param.applied or param.applied != excluded)
-        )
+        weights = list_attention_weights(self.spec, self.place)
+        if self.kv_source != "source":
+            return weights
+        unread = {f"{self.place}.{name}" for name, param in self.spec.params().items() if param.applied == "source"}
+        return tuple(weight for weight in weights if weight.name not in unread)
 
 
 @dataclass(frozen=True)
@@ -57,33 +75,47 @@ class WeightMatrixGroup:
 
     name: str
     num_layers: int
-    dense_shapes: Shapes
-    expert_shapes: Shapes = ()
+    dense_weights: tuple[WeightSpec, ...]
+    expert_weights: tuple[WeightSpec, ...] = ()  # of all experts
     num_experts: int = 0
     num_active_experts: int = 0
     hidden_numbers: int = 0  # values per token that are in memory at once inside the layer, including its input
 
     def flops(self, tokens: int) -> int:
         """FLOPs of one layer on this number of tokens: two per matrix element and token."""
-        active_elements = _num_matrix_elements(self.dense_shapes)
-        active_elements += self.num_active_experts * _num_matrix_elements(self.expert_shapes)
+        active_elements = _num_matrix_elements(weight.shape for weight in self.dense_weights)
+        active_elements += self.num_active_experts * _num_matrix_elements(self._expert_shapes)
         return 2 * tokens * active_elements
 
-    def bytes_moved(self, tokens: int, dtype: str) -> int:
-        """Bytes of the weights that one layer reads, if the tokens choose as many different experts as possible.
+    def bytes_moved(self, tokens: int, storage: WeightStorage) -> int:
+        """Bytes of the weights that one layer reads, with the expected number of different experts.
 
-        >>> experts = WeightMatrixGroup("experts", 1, (), ((2, 5),), num_experts=4, num_active_experts=2)
-        >>> [experts.bytes_moved(tokens, "fp32") for tokens in (1, 2, 3)]  # 40 bytes per expert
-        [80, 160, 160]
+        >>> from headwise.model_spec.components import make_weight
+        >>> up = make_weight("decoder.0.feed.each.up", "expert hidden model", expert=4, hidden=2, model=5)
+        >>> experts = WeightMatrixGroup("experts", 1, (), (up,), num_experts=4, num_active_experts=2)
+        >>> [experts.bytes_moved(tokens, WeightStorage("fp32")) for tokens in (1, 2, 3)]  # 40 bytes per expert
+        [80, 120, 140]
         """
-        num_experts_read = min(self.num_experts, tokens * self.num_active_experts)
-        return _stored_bytes(self.dense_shapes, dtype) + num_experts_read * _stored_bytes(self.expert_shapes, dtype)
+        dense = storage.total_bytes(self.dense_weights)
+        if not self.num_experts:
+            return dense
+        experts_read = expected_distinct(self.num_experts, self.num_active_experts, tokens)
+        return dense + round(storage.total_bytes(self.expert_weights) * experts_read / self.num_experts)
 
     @property
     def numbers_per_token(self) -> int:
         """Number of input and output values of all matrices, per token."""
-        dense, expert = _input_output_sizes(self.dense_shapes), _input_output_sizes(self.expert_shapes)
-        return dense + self.num_active_experts * expert
+        dense = _input_output_sizes(weight.shape for weight in self.dense_weights)
+        return dense + self.num_active_experts * _input_output_sizes(self._expert_shapes)
+
+    @property
+    def weights(self) -> tuple[WeightSpec, ...]:
+        """All tensors of one layer."""
+        return (*self.dense_weights, *self.expert_weights)
+
+    @property
+    def _expert_shapes(self) -> Shapes:
+        return tuple(weight.shape[1:] for weight in self.expert_weights)
 
 
 def group_attentions(spec_or_model: AttentionSpec | ModelSpec, num_layers: int = 1) -> tuple[AttentionGroup, ...]:
@@ -108,10 +140,11 @@ def group_attentions(spec_or_model: AttentionSpec | ModelSpec, num_layers: int =
         fact = f"{spec_or_model.name} is of kind {spec_or_model.kind} and cannot decode token by token"
         raise SpecError(f"{fact}; give a decoder")
     stack = spec_or_model.stacks[-1]
-    counts = Counter((name, spec) for block in stack.layers for name, spec in block.attention_specs.items())
+    layers = [(depth, item) for depth, block in enumerate(stack.layers) for item in block.attention_specs.items()]
+    groups = group_stored_alike(stack, layers, spec_or_model.quantization)
     return tuple(
-        AttentionGroup(name, spec, times, "source" if name == "cross" else "own")
-        for (name, spec), times in counts.items()
+        AttentionGroup(name, spec, times, "source" if name == "cross" else "own", f"{stack.name}.{depth}.{name}")
+        for depth, (name, spec), times in groups
     )
 
 
@@ -120,26 +153,30 @@ def group_matrices(spec_or_model: AttentionSpec | ModelSpec) -> tuple[WeightMatr
     if isinstance(spec_or_model, AttentionSpec):
         return ()
     stack = spec_or_model.stacks[-1]
-    feeds = Counter(block.feed for block in stack.layers if block.feed is not None)
+    feeds = [(depth, block.feed) for depth, block in enumerate(stack.layers) if block.feed is not None]
+    groups = group_stored_alike(stack, feeds, spec_or_model.quantization)
     return (
-        *(_feed_forward_matrices(feed, times, stack.model) for feed, times in feeds.items()),
+        *(
+            _feed_forward_matrices(feed, times, list_feed_weights(feed, stack.model, f"{stack.name}.{depth}.feed"))
+            for depth, feed, times in groups
+        ),
         *_head_matrices(spec_or_model),
     )
 
 
-def _feed_forward_matrices(feed: FeedForwardSpec | ExpertsSpec, times: int, model: int) -> WeightMatrixGroup:
+def _feed_forward_matrices(
+    feed: FeedForwardSpec | ExpertsSpec, times: int, weights: tuple[WeightSpec, ...]
+) -> WeightMatrixGroup:
+    model = next(weight.axis_sizes["model"] for weight in weights if "model" in weight.axis_sizes)
     if isinstance(feed, FeedForwardSpec):
-        hidden_numbers = model + _hidden_numbers(feed)
-        return WeightMatrixGroup(
-            "feed-forward", times, _feed_forward_shapes(feed, model), hidden_numbers=hidden_numbers
-        )
+        return WeightMatrixGroup("feed-forward", times, weights, hidden_numbers=model + _hidden_numbers(feed))
     routed = feed.active * _hidden_numbers(feed.each)
     shared = _hidden_numbers(feed.shared) if feed.shared else 0
     return WeightMatrixGroup(
         "experts",
         times,
-        dense_shapes=tuple(weight.shape for weight in feed.weights(model) if not weight.name.startswith("each.")),
-        expert_shapes=_feed_forward_shapes(feed.each, model),
+        dense_weights=tuple(weight for weight in weights if not is_routed(weight)),
+        expert_weights=tuple(weight for weight in weights if is_routed(weight)),
         num_experts=feed.count,
         num_active_experts=feed.active,
         hidden_numbers=model + max(routed, shared),
@@ -151,16 +188,13 @@ def _hidden_numbers(feed: FeedForwardSpec) -> int:
     return feed.hidden * (len(feed.matrix_layouts) - 1)
 
 
-def _feed_forward_shapes(feed: FeedForwardSpec, model: int) -> Shapes:
-    return tuple(weight.shape for weight in feed.weights(model))
-
-
 def _head_matrices(model: ModelSpec) -> Iterator[WeightMatrixGroup]:
     for head in model.heads[:1]:
         width = model.stacks[-1].model
-        tied_table = ((head.outputs, head.transform.hidden if head.transform else width),) if head.table else ()
-        own_shapes = tuple(weight.shape for weight in head.weights(width) if weight.trainable)
-        yield WeightMatrixGroup("head", 1, (*own_shapes, *tied_table), hidden_numbers=width + head.outputs)
+        own = [weight for weight in add_prefix(f"head.{head.name}", "head", head.weights(width)) if weight.trainable]
+        matrices = {weight.name: weight for weight in list_head_matrices(head, width)}
+        tied_table = [matrices["embedding.weight"]] if head.table else []
+        yield WeightMatrixGroup("head", 1, (*own, *tied_table), hidden_numbers=width + head.outputs)
 
 
 def live_numbers(spec: AttentionSpec) -> int:
@@ -177,20 +211,18 @@ class WeightMemory(NamedTuple):
     bytes: int
 
 
-def weight_memory(spec_or_model: AttentionSpec | ModelSpec, dtype: str, num_layers: int = 1) -> WeightMemory:
-    """Return the parameters of `num_layers` layers of a spec, or of a whole model, and their bytes in this format.
+def weight_memory(
+    spec_or_model: AttentionSpec | ModelSpec, storage: WeightStorage, num_layers: int = 1
+) -> WeightMemory:
+    """Return the parameters of `num_layers` layers of a spec, or of a whole model, and their bytes as stored.
 
     >>> import headwise as hw
-    >>> weight_memory(hw.design(preset="gqa", model=4096, heads=32, kv=8), "bf16", num_layers=32)
+    >>> weight_memory(hw.design(preset="gqa", model=4096, heads=32, kv=8), WeightStorage("bf16"), num_layers=32)
     WeightMemory(num_parameters=1342177280, bytes=2684354560)
     """
-    if isinstance(spec_or_model, AttentionSpec):
-        shapes, times = _learned_shapes(spec_or_model), num_layers
-    else:
-        shapes, times = tuple(weight.shape for weight in spec_or_model.weights() if weight.trainable), 1
-    return WeightMemory(
-        times * sum(map(math.prod, shapes)), times * sum(stored_bytes(shape, dtype) for shape in shapes)
-    )
+    times = num_layers if isinstance(spec_or_model, AttentionSpec) else 1
+    num_bytes = total_weight_bytes(spec_or_model, storage)
+    return WeightMemory(times * count_parameters(spec_or_model), times * num_bytes)
 
 
 def map_attention_specs(
@@ -213,22 +245,13 @@ def _map_block_specs(block: BlockSpec, change: Callable[[AttentionSpec], Attenti
     return replace(block, attention=attention and change(attention))
 
 
-def _learned_shapes(spec: AttentionSpec) -> Shapes:
-    params = spec.params()
-    return tuple(shape for name, shape in spec.shapes().items() if params[name].trainable)
-
-
-def _num_matrix_elements(shapes: Shapes) -> int:
+def _num_matrix_elements(shapes: Iterable[tuple[int, ...]]) -> int:
     """Number of elements of the matrices; vectors (biases, scales) do not take part in products."""
     return sum(math.prod(shape) for shape in shapes if len(shape) > 1)
 
 
-def _input_output_sizes(shapes: Shapes) -> int:
+def _input_output_sizes(shapes: Iterable[tuple[int, ...]]) -> int:
     return sum(math.prod(shape[:-1]) + shape[-1] for shape in shapes if len(shape) > 1)
-
-
-def _stored_bytes(shapes: Shapes, dtype: str) -> int:
-    return sum(stored_bytes(shape, dtype) for shape in shapes)
 
 
 # --- KV cache memory -----------------------------------------------------------------------------------

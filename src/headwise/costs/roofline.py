@@ -24,10 +24,12 @@ from ..errors import SpecError, suggest
 from ..files import write_atomically
 from ..interfaces.core_types import CallSize
 from ..kernels.compilation import compile_when_called
+from ..model_spec import WEIGHT_FORMATS, ModelSpec
+from ..spec.attention_spec import AttentionSpec
 from .flops import AttentionComponent, ForwardCall, ModelComponent, cached_numbers
+from .weight_storage import DTYPE_BYTES, FP8, STORED, WeightStorage, check_weight_format
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-STORAGE_BYTES = DTYPE_BYTES | {"int8": 1}
+STORAGE_BYTES = DTYPE_BYTES | {"int8": 1, "fp8": 1}  # formats of the KV cache
 SCALE_BYTES = 4  # bytes of the float32 scale of an int8 row
 THIS_MACHINE = "here"
 HARDWARE_TABLE = tomllib.loads(files("headwise.costs").joinpath("hardware.toml").read_text())
@@ -35,7 +37,11 @@ HARDWARE_TABLE = tomllib.loads(files("headwise.costs").joinpath("hardware.toml")
 
 @dataclass(frozen=True)
 class Device:
-    """A device: peak FLOPs per second by precision, bandwidth in bytes per second, and memory in bytes."""
+    """A device: peak FLOPs per second by precision, bandwidth in bytes per second, and memory in bytes.
+
+    `flops` has "fp8" only if the device multiplies matrices in this format. `link_bandwidth` is that of the link to
+    other devices of the same machine, in each direction; 0 if there is none.
+    """
 
     name: str
     description: str
@@ -43,6 +49,7 @@ class Device:
     bandwidth: float
     memory: float
     kind: str = "cuda"  # torch.device.type
+    link_bandwidth: float = 0.0
 
     @staticmethod
     def from_name(name: str) -> Device:
@@ -57,7 +64,9 @@ class Device:
             raise SpecError(f"there is no device {name!r}; {suggest(name, [*HARDWARE_TABLE, THIS_MACHINE])}")
         row = HARDWARE_TABLE[name]
         flops = {"bf16": row["bf16"] * 1e12, "fp16": row["bf16"] * 1e12, "fp32": row["fp32"] * 1e12}
-        return Device(name, row["what"], flops, row["gbps"] * 1e9, row["gb"] * 1e9, row.get("kind", "cuda"))
+        flops |= {FP8: row[FP8] * 1e12} if FP8 in row else {}
+        sizes = (row["gbps"] * 1e9, row["gb"] * 1e9)
+        return Device(name, row["what"], flops, *sizes, row.get("kind", "cuda"), row.get("link_gbps", 0.0) * 1e9)
 
     def with_efficiency(self, compute: float = 1.0, bandwidth: float = 1.0) -> Device:
         """Return the device with its peak compute and bandwidth multiplied by these shares.
@@ -91,7 +100,10 @@ class Device:
         >>> round(Device.from_name("h100").compute_bound_tokens("bf16", weights="int8"))  # half as many bytes
         148
         """
-        return self.ridge_point(dtype) * STORAGE_BYTES[weights or dtype] / 2
+        if weights in ("", STORED) or weights in DTYPE_BYTES:
+            return self.ridge_point(dtype) * DTYPE_BYTES[dtype if weights in ("", STORED) else weights] / 2
+        compute = FP8 if weights == FP8 and FP8 in self.flops else dtype
+        return self.ridge_point(compute) * WEIGHT_FORMATS[weights].bits_per_weight / 8 / 2
 
     def min_seconds(self, flops: int, moved: int, dtype: str) -> float:
         """Lower bound of the time, in seconds, if compute and memory transfers overlap completely."""
@@ -104,12 +116,13 @@ class Device:
 
 @dataclass(frozen=True)
 class NumberFormats:
-    """Number formats of matrix products, of the stored weights, and of the KV cache.
+    """Number formats of matrix products, of the weights, and of the KV cache.
 
-    Weights and cache default to the format of the products; int8 has one float32 scale per row.
+    Weights default to "stored", which is the format of a quantised checkpoint or else that of the products, and the
+    cache to the format of the products; a cache in int8 has one float32 scale per row.
 
     >>> NumberFormats("bf16", cache="int8")
-    NumberFormats(compute='bf16', weights='bf16', cache='int8')
+    NumberFormats(compute='bf16', weights='stored', cache='int8')
     """
 
     compute: str = "bf16"
@@ -118,11 +131,15 @@ class NumberFormats:
 
     def __post_init__(self) -> None:
         dtype_bytes(self.compute)
-        for name in ("weights", "cache"):
-            dtype = getattr(self, name) or self.compute
-            if dtype not in STORAGE_BYTES:
-                raise SpecError(f"{name}={dtype!r} is unknown; {suggest(dtype, STORAGE_BYTES)}")
-            object.__setattr__(self, name, dtype)
+        object.__setattr__(self, "weights", self.weights or STORED)
+        check_weight_format(self.weights)
+        object.__setattr__(self, "cache", self.cache or self.compute)
+        if self.cache not in STORAGE_BYTES:
+            raise SpecError(f"cache={self.cache!r} is unknown; {suggest(self.cache, STORAGE_BYTES)}")
+
+    def storage(self, spec_or_model: AttentionSpec | ModelSpec | None = None) -> WeightStorage:
+        """Return the formats of the weights of a spec or model."""
+        return WeightStorage.from_name(self.weights, self.compute, spec_or_model)
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -137,14 +154,14 @@ def dtype_bytes(dtype: str) -> int:
 
 
 def stored_bytes(shape: Sequence[int], dtype: str) -> int:
-    """Bytes of a tensor stored in this format; in int8, each row along the last axis has a float32 scale.
+    """Bytes of cached values in this format; in int8, each row along the last axis has a float32 scale.
 
     The keys of one token, with 8 heads of 128 channels:
 
     >>> stored_bytes((8, 128), "bf16"), stored_bytes((8, 128), "int8")
     (2048, 1056)
     """
-    scales = SCALE_BYTES * math.prod(shape[:-1]) if STORAGE_BYTES[dtype] == 1 else 0
+    scales = SCALE_BYTES * math.prod(shape[:-1]) if dtype == "int8" else 0
     return math.prod(shape) * STORAGE_BYTES[dtype] + scales
 
 
@@ -348,29 +365,37 @@ class RooflineOperation:
 
 
 class LayerOperation(NamedTuple):
-    """One operation of one layer, and the number of layers that have it."""
+    """One operation of one layer, the number of layers that have it, and the format of its products."""
 
     name: str
     flops: int
     bytes_moved: int
     num_layers: int
+    dtype: str
+
+
+class ExecutionFormats(NamedTuple):
+    """The device of a call, the format of its products, and those of its weights."""
+
+    device: Device
+    dtype: str
+    storage: WeightStorage
 
 
 def list_operations(
-    components: Iterable[ModelComponent], call: ForwardCall, dtype: str, device: str
+    components: Iterable[ModelComponent], call: ForwardCall, formats: ExecutionFormats
 ) -> tuple[RooflineOperation, ...]:
     """List the operations of a call on a device; operations of the same name are summed over the layers."""
     layer_operations = [
         operation
         for component in components
-        for operation in _component_operations(component, call, dtype_bytes(dtype))
+        for operation in _component_operations(component, call, formats)
         if operation.flops or operation.bytes_moved
     ]
-    target = Device.from_name(device)
     by_name: dict[str, list[LayerOperation]] = {}
     for operation in layer_operations:
         by_name.setdefault(operation.name, []).append(operation)
-    return tuple(_combine_layers(name, operations, target, dtype) for name, operations in by_name.items())
+    return tuple(_combine_layers(name, operations, formats.device) for name, operations in by_name.items())
 
 
 def merge_operations(name: str, operations: Iterable[RooflineOperation]) -> RooflineOperation:
@@ -389,7 +414,7 @@ def merge_operations(name: str, operations: Iterable[RooflineOperation]) -> Roof
     )
 
 
-def _combine_layers(name: str, operations: list[LayerOperation], device: Device, dtype: str) -> RooflineOperation:
+def _combine_layers(name: str, operations: list[LayerOperation], device: Device) -> RooflineOperation:
     return merge_operations(
         name,
         [
@@ -397,20 +422,26 @@ def _combine_layers(name: str, operations: list[LayerOperation], device: Device,
                 name,
                 operation.num_layers * operation.flops,
                 operation.num_layers * operation.bytes_moved,
-                operation.num_layers * device.min_seconds(operation.flops, operation.bytes_moved, dtype),
-                device.limiting_resource(operation.flops, operation.bytes_moved, dtype),
+                operation.num_layers * device.min_seconds(operation.flops, operation.bytes_moved, operation.dtype),
+                device.limiting_resource(operation.flops, operation.bytes_moved, operation.dtype),
             )
             for operation in operations
         ],
     )
 
 
-def _component_operations(component: ModelComponent, call: ForwardCall, number_bytes: int) -> Iterator[LayerOperation]:
+def _component_operations(
+    component: ModelComponent, call: ForwardCall, formats: ExecutionFormats
+) -> Iterator[LayerOperation]:
     """Yield the operations of one layer: projections and core of an attention layer, or one for other components."""
+    device, dtype, storage = formats
+    number_bytes = dtype_bytes(dtype)
     if not isinstance(component, AttentionComponent):
         flops = sum(product.flops for product in component.required_products(call))
         label = OPERATION_LABELS.get(component.role, component.role)
-        yield LayerOperation(label, flops, number_bytes * component.numbers_moved(call), component.times)
+        moved = component.weight_bytes_read(call, storage) + number_bytes * component.values_moved(call)
+        product_dtype = storage.product_dtype(component.weights, dtype, device)
+        yield LayerOperation(label, flops, moved, component.times, product_dtype)
         return
     work, spec = component.work(call), component.spec
     products = list(component.required_products(call))
@@ -418,12 +449,14 @@ def _component_operations(component: ModelComponent, call: ForwardCall, number_b
     projection_flops = sum(product.flops for product in products) - core_flops
     source_numbers = work.new_tokens * spec.source if spec.source else 0
     input_output_numbers = work.batch * (work.queries * 2 * spec.model + source_numbers)
-    moved = number_bytes * (component.num_weights_read(call) + input_output_numbers)
-    yield LayerOperation(f"{component.role} projections", projection_flops, moved, component.times)
+    weights = component.weights_read(call)
+    moved = storage.total_bytes(weights) + number_bytes * input_output_numbers
+    product_dtype = storage.product_dtype(weights, dtype, device)
+    yield LayerOperation(f"{component.role} projections", projection_flops, moved, component.times, product_dtype)
     query_output_numbers = work.queries * (spec.heads.q * spec.core.dim + len(spec.score_head_of_row) * spec.core.vdim)
     cached_bytes = _cached_bytes_read(component, work, call, number_bytes)
     moved = work.batch * (cached_bytes + number_bytes * query_output_numbers)
-    yield LayerOperation(f"{component.role} core", core_flops, moved, component.times)
+    yield LayerOperation(f"{component.role} core", core_flops, moved, component.times, dtype)
 
 
 def _cached_bytes_read(component: AttentionComponent, work: CallSize, call: ForwardCall, number_bytes: int) -> int:

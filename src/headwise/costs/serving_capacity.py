@@ -1,6 +1,6 @@
-"""Capacity of serving: whether requests fit into memory, what would make them fit, and the throughput.
+"""Capacity of serving: whether requests fit into memory, and what would make them fit.
 
-`MemoryDemand` sums weights, cache and activations; `check_memory_fit` finds remedies; `ThroughputReport`, batch sizes.
+`MemoryDemand` sums weights, cache and activations; `check_memory_fit` finds remedies.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from ..errors import SpecError, suggest
 from ..masking.patterns import Causal, Window
 from ..spec.attention_spec import AttentionSpec
-from .cost_report import TERMINAL_WIDTH, format_count, format_seconds
+from .device_capacity import format_gigabytes
 from .flops import CostTerm
 from .kv_cache_memory import (
     ALLOCATION_POLICIES,
@@ -25,8 +25,9 @@ from .kv_cache_memory import (
     live_numbers,
     map_attention_specs,
 )
-from .roofline import STORAGE_BYTES, dtype_bytes
-from .serving_cost import ServingCost, ServingStep, first_where
+from .roofline import dtype_bytes
+from .serving_cost import ServingCost, first_where
+from .weight_storage import DTYPE_BYTES
 from .workload import MAX_SIZE, max_lengths
 
 BYTE_UNITS = {"b": 1} | {f"{p}b": 1000**n for n, p in enumerate("kmgt", 1)}
@@ -102,15 +103,15 @@ class MemoryDemand:
         )
 
     def _sharded_terms(self) -> Iterator[CostTerm]:
-        serving, formats = self.serving, self.serving.formats
+        serving = self.serving
         if self.training_bytes_per_parameter:
             count = serving.weights.num_parameters
             text = f"{count:,} parameters x {self.training_bytes_per_parameter} bytes"
             yield CostTerm("weights, gradients, optimiser", text, count * self.training_bytes_per_parameter)
             return
-        unit = "byte and scales" if STORAGE_BYTES[formats.weights] == 1 else "bytes"
-        text = f"{serving.weights.num_parameters:,} parameters x {STORAGE_BYTES[formats.weights]} {unit}"
-        yield CostTerm("weights", text, serving.weights.bytes)
+        storage = serving.storage
+        size = f"x {DTYPE_BYTES[storage.dtype]} bytes" if storage.quantization is None else f"in {storage.describe()}"
+        yield CostTerm("weights", f"{serving.weights.num_parameters:,} parameters {size}", serving.weights.bytes)
         yield from self.cache_terms
 
     @property
@@ -130,7 +131,7 @@ class MemoryDemand:
         hidden_states = self._tensor_term("hidden states between layers", tokens, serving.model_width)
         if self.training_bytes_per_parameter:
             num_layers = sum(group.num_layers for group in serving.attentions if group.name != "cross")
-            text = f"{_pluralise(num_layers, 'layer')} x {hidden_states.formula}"
+            text = f"{pluralise(num_layers, 'layer')} x {hidden_states.formula}"
             yield CostTerm("saved inputs of layers", text, num_layers * hidden_states.value)
         yield hidden_states
         inside_layers = [
@@ -194,15 +195,6 @@ def _max_size(with_size: Callable[[int], MemoryDemand], minimum: str, demand: Me
         remedy = f"give {format_gigabytes(needed)} or more, or use several devices"
         raise SpecError(f"{fact}, and memory is {format_gigabytes(memory)}; {remedy}")
     return None if size >= MAX_SIZE else size
-
-
-def format_gigabytes(count: int) -> str:
-    """Format bytes in GB (10^9), or in MB if there are fewer.
-
-    >>> format_gigabytes(16060522496), format_gigabytes(16777216)
-    ('16.06 GB', '16.78 MB')
-    """
-    return f"{count / 1e9:,.2f} GB" if count >= 10**9 else f"{count / 1e6:,.2f} MB"
 
 
 def parse_bytes(text: str) -> int:
@@ -412,10 +404,16 @@ def _paged_allocation(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
 def _more_devices(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
     """Use the least number of devices that is enough, each with its share of weights and cache."""
     is_training = bool(demand.training_bytes_per_parameter)
-    count = first_where(lambda count: replace(demand, num_devices=count).fits)
-    if count and count <= (demand.requests.num_requests if is_training else MAX_DEVICES):
+    if count := min_devices(demand):
         divided = "weights and rows" if is_training else "weights and cache"
         yield MemoryRemedy(f"{count:,} devices that divide {divided}", replace(demand, num_devices=count))
+
+
+def min_devices(demand: MemoryDemand) -> int | None:
+    """Return the least number of devices that hold a demand, each with its share; None if none does."""
+    count = first_where(lambda count: replace(demand, num_devices=count).fits)
+    limit = demand.requests.num_requests if demand.training_bytes_per_parameter else MAX_DEVICES
+    return count if count and count <= limit else None
 
 
 REMEDIES = (
@@ -428,173 +426,11 @@ REMEDIES = (
     _more_devices,
 )
 
-# --- Latency and throughput ----------------------------------------------------------------------------
 
-MAX_ROWS = 2**16  # the largest batch of the table, if memory allows it
+def pluralise(count: int, what: str) -> str:
+    """Return a count with its noun.
 
-
-class DecodeRate(NamedTuple):
-    """Decoding with `rows` rows: seconds per step, and tokens per second of all rows together."""
-
-    rows: int
-    seconds: float
-    tokens: float
-
-
-@dataclass(frozen=True)
-class ThroughputReport:
-    """Latency and throughput of decoding a batch of requests, with and without a prompt that is prefilled meanwhile.
-
-    The rate of n rows is about n / ((2.684 + n 1.074) GB / 4.8 TB/s):
-
-    >>> import headwise as hw
-    >>> from headwise.costs.roofline import Device
-    >>> from headwise.costs.serving_cost import ServingCost
-    >>> spec = hw.design(preset="gqa", model=4096, heads=32, kv=8)
-    >>> serving = ServingCost(spec, Device.from_name("h200"), num_layers=32)
-    >>> report = ThroughputReport("gqa", MemoryDemand(serving, RequestBatch.uniform(16, 8192)), prompt=8192)
-    >>> [round(rate.tokens, -1) for rate in report.decode_rates[:2]]
-    [1280.0, 1990.0]
+    >>> pluralise(1, "row"), pluralise(2000, "row")
+    ('1 row', '2,000 rows')
     """
-
-    name: str
-    demand: MemoryDemand
-    prompt: int
-
-    @property
-    def decode_step(self) -> ServingStep:
-        """A step that decodes one token of every request."""
-        return self.demand.serving.decode_step(self.demand.requests)
-
-    @property
-    def mixed_step(self) -> ServingStep:
-        """A step that prefills the last chunk of the prompt and decodes all requests but one."""
-        past = (self.prompt - 1) // self.demand.chunk * self.demand.chunk
-        return self.demand.serving.mixed_step(self.other_requests, self.prompt - past, past)
-
-    @property
-    def other_requests(self) -> RequestBatch | None:
-        """The requests without the first one, which are decoded while the prompt is prefilled."""
-        (length, times), *others = self.demand.requests.counts_by_length
-        counts = (*(((length, times - 1),) if times > 1 else ()), *others)
-        return RequestBatch(counts) if counts else None
-
-    @property
-    def first_token_seconds(self) -> float:
-        """Lower bound of the time to the first token of the prompt."""
-        return self.demand.serving.first_token_seconds(self.prompt, self.demand.chunk, self.other_requests)
-
-    @property
-    def longest_length(self) -> int:
-        """Length of the longest request."""
-        return max(length for length, _ in self.demand.requests.counts_by_length)
-
-    @property
-    def decode_rates(self) -> list[DecodeRate]:
-        """Rates with 1, 2, 4 ... rows as long as the longest, up to the number that fits into memory."""
-        max_rows = max_requests(self.demand) or MAX_ROWS
-        powers = {2**n for n in range(MAX_ROWS.bit_length()) if 2**n <= min(max_rows, MAX_ROWS)}
-        rates: list[DecodeRate] = []
-        for rows in sorted({max_rows} | powers):
-            seconds = self.demand.serving.decode_step(RequestBatch.uniform(rows, self.longest_length)).seconds
-            rates.append(DecodeRate(rows, seconds, rows / seconds))
-        return rates
-
-    def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        serving, requests = self.demand.serving, self.demand.requests
-        lengths = f"{self.longest_length:,}"
-        if len(requests.counts_by_length) > 1:
-            lengths = f"{min(requests.counts_by_length)[0]:,} to {lengths}"
-        title = f"{self.name}: {_pluralise(requests.num_requests, 'row')} of {lengths} tokens"
-        formats = f"{serving.formats.compute}, {serving.formats.cache} cache ({serving.allocator})"
-        yield from _wrap(f"{title}, {formats}, {serving.device.description}")
-        yield ""
-        yield _operation_line("decode step", "FLOPs", "bytes", "FLOPs/byte", "bound by", "min time")
-        yield from _step_lines(self.decode_step)
-        yield ""
-        yield f"decode step with the last chunk of a prompt of {self.prompt:,} tokens"
-        yield from _step_lines(self.mixed_step)
-        seconds = self.decode_step.seconds
-        yield ""
-        yield _value_line("time to first token of that prompt", format_seconds(self.first_token_seconds))
-        yield _value_line("time per token", format_seconds(seconds))
-        yield _value_line("tokens per second, all rows together", f"{requests.num_requests / seconds:,.0f}")
-        yield from self._limit_lines()
-        yield ""
-        yield "rows".rjust(10) + "step".rjust(14) + "tokens per second".rjust(20)
-        for rate in self.decode_rates:
-            yield f"{rate.rows:,}".rjust(10) + format_seconds(rate.seconds).rjust(14) + f"{rate.tokens:,.0f}".rjust(20)
-
-    def _limit_lines(self) -> Iterator[str]:
-        demand, serving, num_rows = self.demand, self.demand.serving, self.demand.requests.num_requests
-        tokens, context = serving.compute_bound_tokens(), serving.core_dominates_from(num_rows)
-        limit = "never" if tokens is None else f"{tokens:,} tokens per step"
-        yield _value_line("products with weights are compute-bound from", limit)
-        limit = "never" if context is None else f"{context:,} tokens per row"
-        yield _value_line("cores take longer than these from", limit)
-        longest, most = max_context(demand), max_requests(demand)
-        yield _value_line(f"rows of {self.longest_length:,} tokens that fit into memory", _format_limit(most))
-        yield _value_line(f"longest context of {_pluralise(num_rows, 'row')}", _format_limit(longest))
-        if not demand.fits:
-            yield "These rows do not fit; --memory-fit lists changes that would make them fit."
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """The report as plain values."""
-        demand, serving = self.demand, self.demand.serving
-        seconds = self.decode_step.seconds
-        steps = {"decode": self.decode_step, "mixed": self.mixed_step}
-        return {
-            "name": self.name,
-            "rows": [list(pair) for pair in demand.requests.counts_by_length],
-            "allocator": str(serving.allocator),
-            "first_token_seconds": self.first_token_seconds,
-            "token_seconds": seconds,
-            "tokens_per_second": demand.requests.num_requests / seconds,
-            "steps": {
-                name: [{**asdict(operation), "intensity": operation.intensity} for operation in step.operations]
-                for name, step in steps.items()
-            },
-            "compute_bound_from_tokens": serving.compute_bound_tokens(),
-            "core_longest_from_context": serving.core_dominates_from(demand.requests.num_requests),
-            "cache_bytes": sum(term.value for term in demand.cache_terms),
-            "fits": demand.fits,
-            "most_rows": max_requests(demand),
-            "longest_context": max_context(demand),
-            "curve": [rate._asdict() for rate in self.decode_rates],
-        }
-
-
-def _step_lines(step: ServingStep) -> Iterator[str]:
-    for operation in step.operations:
-        cells = (f"{operation.intensity:,.1f}", operation.bound, format_seconds(operation.seconds))
-        counts = (format_count(operation.flops), format_count(operation.moved))
-        yield _operation_line(f"  {operation.name}", *counts, *cells)
-    flops = sum(operation.flops for operation in step.operations)
-    moved = sum(operation.moved for operation in step.operations)
-    yield _operation_line("  total", format_count(flops), format_count(moved), "", "", format_seconds(step.seconds))
-
-
-def _operation_line(name: str, *cells: str) -> str:
-    widths = (10, 10, 11, 10, 9)
-    numbers = "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-    return f"{name:<30}{numbers}" if len(name) <= 30 else f"{name}\n{'':<30}{numbers}"
-
-
-def _value_line(name: str, value: str) -> str:
-    return f"{name:<46}{value:>22}"
-
-
-def _format_limit(count: int | None) -> str:
-    return "any number" if count is None else f"{count:,}"
-
-
-def _pluralise(count: int, what: str) -> str:
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
-
-
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, TERMINAL_WIDTH)

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 from ..errors import SpecError, suggest
 from ..interfaces import Part
-from ..model_spec import ApproximateAttention, BlockSpec, LayerRun, ModelSpec, StackSpec
+from ..model_spec import WEIGHT_FORMATS, ApproximateAttention, LayerRun, ModelSpec, StackSpec
 from ..spec.attention_spec import AttentionSpec
 from ..spec.heads import Heads
 from .flops import AttentionComponent, ExecutionTarget, ForwardCall, ModelComponent, SpecOrModel
-from .roofline import Device, dtype_bytes
+from .roofline import Device
+from .weight_storage import DTYPE_BYTES, STORED, WeightStorage, check_weight_format, select_layer_storage
 
 
 class MaxLengths(NamedTuple):
@@ -51,24 +52,28 @@ def image_tokens(model: ModelSpec) -> list[int | None]:
 def select_layer(model: ModelSpec, path: str) -> ModelSpec | AttentionSpec:
     """Select one block of a model, or one attention in it: "3" of the last stack, "encoder.3", "decoder.3.cross".
 
-    A block is returned as a model that consists of this block alone.
+    A block is returned as a model that consists of this block alone, stored as in the model. An attention is returned
+    as a spec, which has no format of its own.
 
     >>> from headwise.families import read_model_spec
     >>> from headwise.costs import count_parameters
     >>> count_parameters(select_layer(read_model_spec({"model_type": "gpt2"}), "11"))  # 12 h^2 + 13 h
     7087872
     """
-    stack, block, role = _find_block(model, path)
+    stack, depth, role = _find_block(model, path)
+    block = stack.layers[depth]
     if role:
         if role not in block.attention_specs:
             raise SpecError(f"{model.name}: {path!r} has no {role!r}; {suggest(role, block.attention_specs)}")
         spec = block.attention_specs[role]
         return replace(spec, source=spec.source or spec.model) if role == "cross" else spec
     block_stack = StackSpec(stack.name, stack.model, (LayerRun(1, (block,)),))
+    stored = select_layer_storage(model.quantization, stack.name, depth)
     if not block.cross:
         kind = model.kind if len(model.stacks) == 1 else "decoder" if stack is model.stacks[-1] else "encoder"
-        return ModelSpec(model.name, kind, (block_stack,))
-    return ModelSpec(model.name, model.kind, (StackSpec(model.stacks[0].name, model.stacks[0].model, ()), block_stack))
+        return ModelSpec(model.name, kind, (block_stack,), quantization=stored)
+    first = StackSpec(model.stacks[0].name, model.stacks[0].model, ())
+    return ModelSpec(model.name, model.kind, (first, block_stack), quantization=stored)
 
 
 def check_depth_known(spec: AttentionSpec) -> None:
@@ -121,7 +126,7 @@ def _parameter_shapes(spec: AttentionSpec) -> tuple[Heads, dict[str, tuple[int, 
     return spec.heads, spec.shapes()
 
 
-def _find_block(model: ModelSpec, path: str) -> tuple[StackSpec, BlockSpec, str]:
+def _find_block(model: ModelSpec, path: str) -> tuple[StackSpec, int, str]:
     stacks = {stack.name: stack for stack in model.stacks}
     name, _, place = path.partition(".") if not path[:1].isdigit() else (model.stacks[-1].name, "", path)
     if name not in stacks:
@@ -131,7 +136,7 @@ def _find_block(model: ModelSpec, path: str) -> tuple[StackSpec, BlockSpec, str]
     if not index.isdecimal() or int(index) >= len(layers):
         fact = f"{name} has layers 0 to {len(layers) - 1}" if layers else f"{name} has no layers"
         raise SpecError(f"{model.name} has no layer {path!r}; {fact}")
-    return stacks[name], layers[int(index)], role
+    return stacks[name], int(index), role
 
 
 def _max_positions(stack: StackSpec) -> Iterator[int | None]:
@@ -159,7 +164,12 @@ class Workload:
     """A workload: `batch` rows of `context` tokens, in the precision `dtype`, on `device`.
 
     `source` is the number of tokens that cross-attention reads; for a model it defaults to `context`. `generate` is
-    the number of tokens generated after a prompt of `context` tokens.
+    the number of tokens generated after a prompt of `context` tokens. `weights` is the format of the weights, by
+    default "stored": that of a quantised checkpoint, or else `dtype`. A quantised format such as dtype="fp8" is that of
+    the weights, with everything else in bf16.
+
+    >>> Workload(dtype="mxfp4")
+    Workload(batch=1, context=2048, dtype='bf16', device='h200', source=None, generate=0, weights='mxfp4')
     """
 
     batch: int = 1
@@ -168,14 +178,27 @@ class Workload:
     device: str = "h200"
     source: int | None = None
     generate: int = 0
+    weights: str = STORED
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("context", 1), ("source", 1), ("generate", 0)):
             size = getattr(self, name)
             if not (name == "source" and size is None) and (type(size) is not int or not least <= size <= MAX_SIZE):
                 raise SpecError(f"{name} must be a whole number from {least} to {MAX_SIZE}, got {size!r}")
-        dtype_bytes(self.dtype)
+        if self.dtype in WEIGHT_FORMATS:
+            if self.weights not in (STORED, self.dtype):
+                fact = f"dtype={self.dtype!r} is a format of weights, and weights={self.weights!r} is another"
+                raise SpecError(f"{fact}; give one of them")
+            object.__setattr__(self, "weights", self.dtype)
+            object.__setattr__(self, "dtype", "bf16")
+        if self.dtype not in DTYPE_BYTES:
+            raise SpecError(f"dtype={self.dtype!r} is unknown; {suggest(self.dtype, [*DTYPE_BYTES, *WEIGHT_FORMATS])}")
+        check_weight_format(self.weights)
         Device.from_name(self.device)
+
+    def storage(self, spec_or_model: SpecOrModel) -> WeightStorage:
+        """Return the formats of the weights of a spec or model."""
+        return WeightStorage.from_name(self.weights, self.dtype, spec_or_model)
 
     @property
     def cached_tokens(self) -> int:

@@ -6,6 +6,7 @@ In reading order:
 - `attention_config` reads RoPE settings, score scales and the layers with a sliding window.
 - `model_builders` assembles decoders and encoders from sizes, blocks, embeddings and heads.
 - `published_models` names a few models of the literature, with the keys of their config.json.
+- `quantization_config` reads the number format of quantised weights, and which weights have it.
 - `weight_names` maps our tensors to names, shapes and slices in checkpoint files.
 - One file per architecture and its relatives (`llama`, `gpt`, ...): its config reader, and its `WeightNames` if
   checkpoints can be loaded.
@@ -28,6 +29,7 @@ from ..model_spec.serialization import MANIFEST_FILE, find_record, read_model_to
 from ..presets import DEFAULT_CHOICES
 from .config_reader import FAMILIES, WRITERS, TransformersConfig, read_config, write_config
 from .published_models import PUBLISHED_MODELS
+from .quantization_config import with_quantization
 from .weight_names import WeightNames
 
 WEIGHT_NAMES: dict[str, WeightNames] = {}
@@ -52,10 +54,10 @@ def read_model_spec(source: str | Path | Mapping[str, Any]) -> ModelSpec:
     96
     """
     if isinstance(source, Mapping):
-        return read_config(TransformersConfig(source, "config"))
+        return _read_with_quantization(TransformersConfig(source, "config"))
     path = Path(source)
     if str(source) in PUBLISHED_MODELS and not path.exists():
-        return read_config(TransformersConfig(PUBLISHED_MODELS[str(source)].config, str(source)))
+        return _read_with_quantization(TransformersConfig(PUBLISHED_MODELS[str(source)].config, str(source)))
     if path.is_dir():
         record = find_record(path)
         if record and record.model:
@@ -70,7 +72,12 @@ def read_model_spec(source: str | Path | Mapping[str, Any]) -> ModelSpec:
         raise SpecError(f"{path} cannot be read: {error}; name a config.json or a folder with one") from None
     if path.suffix == ".toml":
         return read_model_toml(text, str(path), DEFAULT_CHOICES)
-    return read_config(TransformersConfig(_read_json(path, text), str(path)))
+    return _read_with_quantization(TransformersConfig(_read_json(path, text), str(path)))
+
+
+def _read_with_quantization(config: TransformersConfig) -> ModelSpec:
+    model = read_config(config)
+    return with_quantization(config, model, WEIGHT_NAMES.get(model.name))
 
 
 def _read_json(path: Path, text: str) -> Mapping[str, Any]:

@@ -235,8 +235,6 @@ def read_config(config: TransformersConfig) -> ModelSpec:
     for key in REMOTE_CODE_KEYS:
         if config.values.get(key):
             config.add_note(f"{key} names code shipped with the model; headwise does not run it and does not need it")
-    if config.read_table("quantization_config"):
-        config.add_note("quantization_config: the weights are stored in fewer bits; parameter counts do not change")
     return family.reader(config, task)
 
 

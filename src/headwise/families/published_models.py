@@ -45,6 +45,17 @@ def _llama(width: int, layers: int, heads: int, hidden: int, **others: Any) -> d
     }
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    """The experts of gpt-oss are published in mxfp4, everything else in bfloat16."""
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": layers,
+        "num_local_experts": experts,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": kept},
+    }
+
+
 PUBLISHED_MODELS: Mapping[str, PublishedModel] = {
     "transformer-base": PublishedModel("1706.03762, table 3", "65 million", _transformer(512, 8, 2048)),
     "transformer-big": PublishedModel("1706.03762, table 3", "213 million", _transformer(1024, 16, 4096)),
@@ -98,7 +109,15 @@ PUBLISHED_MODELS: Mapping[str, PublishedModel] = {
             "first_k_dense_replace": 3,
             "vocab_size": 129_280,
             "max_position_embeddings": 4096,
+            "quantization_config": {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "fmt": "e4m3",
+                "weight_block_size": [128, 128],
+            },
         },
     ),
+    "gpt-oss-20b": PublishedModel("2508.10925, table 1", "20.9 billion", _gpt_oss(24, 32)),
+    "gpt-oss-120b": PublishedModel("2508.10925, table 1", "116.8 billion", _gpt_oss(36, 128)),
     "vit-base": PublishedModel("2010.11929, table 1; patches of 16 x 16", "86 million", {"model_type": "vit"}),
 }

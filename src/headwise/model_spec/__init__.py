@@ -3,6 +3,7 @@
 In reading order:
 
 - `components`: embeddings, norms, feed-forwards, experts and output heads, each with its weights; processing of inputs
+- `quantization`: the number formats of quantised checkpoints, and which matrices have them
 - `model`: `BlockSpec`, `StackSpec` and `ModelSpec` combine attention specs and components
 - `weight_table`: a table of every tensor with its axes, shape and size
 - `serialization`: specs as dictionaries, TOML and JSON; the manifest of a saved model and the record of surgery
@@ -20,12 +21,23 @@ from .components import (
     ProcessorSpec,
     WeightSpec,
 )
-from .model import MODEL_KINDS, ApproximateAttention, BlockSpec, LayerRun, ModelSpec, StackSpec, UnsupportedPart
+from .model import (
+    MODEL_KINDS,
+    ApproximateAttention,
+    BlockSpec,
+    LayerRun,
+    ModelSpec,
+    StackSpec,
+    UnsupportedPart,
+    attention_weights,
+)
+from .quantization import WEIGHT_FORMATS, QuantizationSpec, WeightFormat
 from .serialization import from_dict, from_json, from_toml, to_dict, to_json, to_toml
 from .weight_table import ModelTable
 
 __all__ = [
     "MODEL_KINDS",
+    "WEIGHT_FORMATS",
     "ApproximateAttention",
     "BlockSpec",
     "EmbeddingSpec",
@@ -35,7 +47,10 @@ __all__ = [
     "NormSpec",
     "OutputHeadSpec",
     "PatchSpec",
+    "QuantizationSpec",
     "UnsupportedPart",
+    "WeightFormat",
+    "attention_weights",
 ]
 __all__ += ["HeadTransformSpec", "LayerRun", "ModelTable", "PositionSpec", "ProcessorSpec", "StackSpec", "WeightSpec"]
 __all__ += ["from_dict", "from_json", "from_toml", "to_dict", "to_json", "to_toml"]

@@ -22,6 +22,7 @@ from .components import (
     add_prefix,
     make_weight,
 )
+from .quantization import QuantizationSpec
 
 MAX_LAYERS = 10_000  # more than any model has; a larger number is a typing error, and every layer would be listed
 MAX_PERIOD = 8  # longest repeated pattern of blocks that `find_repeats` looks for
@@ -127,7 +128,7 @@ class BlockSpec(SpecNode):
     def weights(self, width: int) -> Iterator[WeightSpec]:
         """Yield every tensor of the block at this model width, by its name inside the block."""
         for name, spec in self.attention_specs.items():
-            yield from add_prefix(name, name, _attention_weights(spec))
+            yield from add_prefix(name, name, attention_weights(spec))
         if isinstance(self.attention, ApproximateAttention):
             yield from add_prefix("attention", "attention", make_vectors(self.attention.more))
         for name in self.constant_sublayers:
@@ -147,7 +148,8 @@ class BlockSpec(SpecNode):
         return tuple(f"{name}_{norm}" for name in normed for norm in NORMS_OF_PLACEMENT[self.placement])
 
 
-def _attention_weights(spec: AttentionSpec) -> Iterator[WeightSpec]:
+def attention_weights(spec: AttentionSpec) -> Iterator[WeightSpec]:
+    """Yield every tensor of an attention layer, by its name inside the layer."""
     for name, part in spec.parts():
         sizes = spec.sizes_of(part)
         for key, param in part.params(spec).items():
@@ -328,7 +330,7 @@ class ModelSpec(SpecNode):
 
     Counting, building and saving all use the tensors that this spec lists. Heads read the last stack. For a model that
     was read from another format, `notes` lists properties that the spec does not describe, and `beyond` parts with
-    weights that it does not describe.
+    weights that it does not describe. `quantization` says which matrices the checkpoint stores in fewer bits.
 
     >>> stack = StackSpec.from_blocks("encoder", 3, [], embedding=EmbeddingSpec(tokens=11))
     >>> model = ModelSpec("none", "encoder", (stack,), (OutputHeadSpec("tokens", 11, table="encoder", bias="learned"),))
@@ -345,6 +347,7 @@ class ModelSpec(SpecNode):
     heads: tuple[OutputHeadSpec, ...] = ()
     notes: tuple[str, ...] = ()
     beyond: tuple[UnsupportedPart, ...] = ()
+    quantization: QuantizationSpec | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -110,7 +110,7 @@ def _parser() -> CommandParser:
         "--generate", type=int, default=0, metavar="TOKENS", help="tokens to generate after the context"
     )
     parser.add_argument("--batch", type=int, default=1, metavar="ROWS", help="batch size")
-    parser.add_argument("--dtype", default="bf16", metavar="NAME", help="bf16, fp16 or fp32")
+    parser.add_argument("--dtype", default="bf16", metavar="NAME", help="bf16, fp16, fp32, fp8, int8 or mxfp4")
     parser.add_argument(
         "--device", default="h200", metavar="NAME", help="h200, h100, a100, l40s, rtx4090, m2-max, cpu, or here"
     )
@@ -126,6 +126,9 @@ def _parser() -> CommandParser:
     )
     expert.add_argument(
         "--source", type=int, metavar="TOKENS", help="tokens that cross-attention reads (default: the context)"
+    )
+    expert.add_argument(
+        "--weights", metavar="DTYPE", help="format of the weights, such as fp8 (default: as stored, or --dtype)"
     )
     expert.add_argument("--terms", action="store_true", help="every term with the formula that it was computed by")
     expert.add_argument("--verify", action="store_true", help="check every formula against a small layer that is run")
@@ -179,6 +182,7 @@ def estimate_costs(args: argparse.Namespace) -> CostReport:
     if unknown := [name for name in args.preset if name not in PRESETS]:
         raise UsageError(f"there is no preset {unknown[0]!r}; use one of {', '.join(PRESETS)}")
     from ...costs.cost_report import CostReport, estimate_cost
+    from ...costs.weight_storage import STORED
     from ...costs.workload import Workload, max_lengths
 
     targets = [load_target(name, args, args.changes) for name in names]
@@ -186,7 +190,8 @@ def estimate_costs(args: argparse.Namespace) -> CostReport:
     if context is None:
         limits = [own - max(args.generate - 1, 0) for own, _ in map(max_lengths, targets) if own is not None]
         context = max(min([DEFAULT_CONTEXT, *limits]), 1)
-    workload = Workload(args.batch, context, args.dtype, args.device, args.source, args.generate)
+    sizes = (args.batch, context, args.dtype, args.device, args.source, args.generate)
+    workload = Workload(*sizes, weights=STORED if args.weights is None else args.weights)
     short_names = [short_name(name) for name in names]
     labels = [name if short_names.count(short) > 1 else short for name, short in zip(names, short_names, strict=True)]
     return CostReport(

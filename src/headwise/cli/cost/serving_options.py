@@ -11,10 +11,11 @@ from ..command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
     from ...costs.cost_report import CostEstimate, CostReport
+    from ...costs.decode_intensity import IntensityReport
     from ...costs.kv_cache_memory import RequestBatch
     from ...costs.roofline import Device, NumberFormats
-    from ...costs.serving_capacity import MemoryDemand, MemoryFit, ThroughputReport
-    from ...costs.serving_cost import IntensityReport
+    from ...costs.serving_capacity import MemoryDemand, MemoryFit
+    from ...costs.throughput_report import ThroughputReport
     from ...spec.attention_spec import AttentionSpec
 
 PREFILL_CHUNK = 2048
@@ -23,7 +24,6 @@ DEPENDENT_OPTIONS = {
     "layers": "serve memory_fit",
     "allocator": "serve memory_fit",
     "cache": "serve memory_fit intensity",
-    "weights": "serve memory_fit intensity",
     "efficiency": "serve intensity",
     "budget": "serve memory_fit",
     "chunk": "serve memory_fit",
@@ -57,8 +57,7 @@ def add_serving_arguments(parser: CommandParser) -> None:
     group.add_argument(
         "--allocator", metavar="NAME", help="cache allocation: ideal, ring, paged(16) or unified (default: ideal)"
     )
-    group.add_argument("--cache", metavar="DTYPE", help="format of the KV cache, such as int8 (default: --dtype)")
-    group.add_argument("--weights", metavar="DTYPE", help="format of the weights, such as int8 (default: --dtype)")
+    group.add_argument("--cache", metavar="DTYPE", help="format of the KV cache: int8 or fp8 (default: --dtype)")
     group.add_argument(
         "--efficiency",
         metavar="SHARES",
@@ -87,7 +86,7 @@ def make_serving_views(args: argparse.Namespace, costs: CostReport) -> Mapping[s
     _check_dependent_options(args)
     if not args.serve:
         return {}
-    from ...costs.serving_capacity import ThroughputReport
+    from ...costs.throughput_report import ThroughputReport
 
     if args.prompt is not None and args.prompt < 1:
         raise UsageError(f"--prompt must be at least 1 token, got {args.prompt}")
@@ -122,7 +121,7 @@ def number_formats(args: argparse.Namespace, estimate: CostEstimate) -> NumberFo
     """Return the number formats of products, weights and cache."""
     from ...costs.roofline import NumberFormats
 
-    return NumberFormats(estimate.workload.dtype, args.weights or "", args.cache or "")
+    return NumberFormats(estimate.workload.dtype, estimate.workload.weights, args.cache or "")
 
 
 def apply_efficiency(args: argparse.Namespace, device: Device) -> Device:
@@ -157,7 +156,7 @@ def _request_batch(args: argparse.Namespace, estimate: CostEstimate) -> RequestB
 
 def _check_memory_limit(demand: MemoryDemand, budget: str) -> None:
     """Raise an error if the weights alone exceed the budget."""
-    from ...costs.serving_capacity import format_gigabytes
+    from ...costs.device_capacity import format_gigabytes
 
     weights, memory = demand.serving.weights.bytes, demand.serving.device.memory
     if weights > memory:
@@ -226,8 +225,8 @@ def make_intensity_views(args: argparse.Namespace, costs: CostReport) -> Mapping
         raise UsageError(f"--measure measures this machine, but the device is {args.device}; add --device here")
     if not args.intensity:
         return {}
+    from ...costs.decode_intensity import DecodeLayer, IntensityReport
     from ...costs.roofline import Device
-    from ...costs.serving_cost import DecodeLayer, IntensityReport
 
     layers = {
         estimate.name: DecodeLayer(

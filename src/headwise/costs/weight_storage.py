@@ -1,0 +1,160 @@
+"""Bytes of weights as they are stored: quantised matrices with their scales, everything else in one format."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from ..errors import SpecError, suggest
+from ..model_spec import (
+    WEIGHT_FORMATS,
+    BlockSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    ModelSpec,
+    OutputHeadSpec,
+    QuantizationSpec,
+    StackSpec,
+    WeightSpec,
+    attention_weights,
+)
+from ..model_spec.components import add_prefix
+from ..model_spec.quantization import matrix_sizes
+from ..spec.attention_spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from .roofline import Device
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # formats that matrix products are computed in
+STORED = "stored"  # format of weights as the checkpoint stores them
+SINGLE_LAYER = "layer.0.attention"  # place of an attention layer that is in no model
+FP8 = "fp8"
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class WeightStorage:
+    """Formats of weights: `dtype`, and that of the matrices which `quantization` covers.
+
+    >>> from headwise.interfaces.axis_layout import AxisLayout
+    >>> up = WeightSpec("decoder.0.feed.up", AxisLayout.parse("hidden model"), {"hidden": 256, "model": 128})
+    >>> WeightStorage("bf16").num_bytes(up), WeightStorage.from_name("fp8", "bf16").num_bytes(up)  # 2 float32 scales
+    (65536, 32776)
+    """
+
+    dtype: str
+    quantization: QuantizationSpec | None = None
+
+    @staticmethod
+    def from_name(weights: str, dtype: str, spec_or_model: AttentionSpec | ModelSpec | None = None) -> WeightStorage:
+        """Return the storage that `weights` names; "stored" is that of the model, or `dtype` if it is not quantised."""
+        check_weight_format(weights)
+        if weights == STORED:
+            return WeightStorage(dtype, spec_or_model.quantization if isinstance(spec_or_model, ModelSpec) else None)
+        if weights in DTYPE_BYTES:
+            return WeightStorage(weights)
+        return WeightStorage(dtype, QuantizationSpec(WEIGHT_FORMATS[weights]))
+
+    def num_bytes(self, weight: WeightSpec) -> int:
+        """Bytes of one tensor, which has its full name."""
+        if self.quantization is None or not self.quantization.covers(weight):
+            return weight.numel * DTYPE_BYTES[self.dtype]
+        count, rows, columns = matrix_sizes(weight.shape)
+        return count * self.quantization.format.matrix_bytes(rows, columns)
+
+    def total_bytes(self, weights: Iterable[WeightSpec]) -> int:
+        """Bytes of several tensors."""
+        return sum(map(self.num_bytes, weights))
+
+    def product_dtype(self, weights: Iterable[WeightSpec], dtype: str, device: Device) -> str:
+        """Format in which products with these weights run: fp8 if a matrix has it and the device multiplies it.
+
+        Matrices in other formats are converted to `dtype` first.
+        """
+        quantization = self.quantization
+        if quantization is None or quantization.format.name != FP8 or FP8 not in device.flops:
+            return dtype
+        return FP8 if any(map(quantization.covers, weights)) else dtype
+
+    def describe(self) -> str:
+        """Describe the formats, as in "mxfp4 and bf16"."""
+        return f"{self.quantization.format.name} and {self.dtype}" if self.quantization else self.dtype
+
+
+def check_weight_format(name: str) -> None:
+    """Raise an error for an unknown format of weights."""
+    known = (STORED, *DTYPE_BYTES, *WEIGHT_FORMATS)
+    if name not in known:
+        raise SpecError(f"weights={name!r} is unknown; {suggest(name, known)}")
+
+
+# --- The weights of a layer, with their full names -------------------------------------------------------
+
+
+def list_attention_weights(spec: AttentionSpec, place: str = SINGLE_LAYER) -> tuple[WeightSpec, ...]:
+    """Return the trained tensors of an attention layer at a place of a model, such as "decoder.3.attention"."""
+    return tuple(weight for weight in add_prefix(place, "attention", attention_weights(spec)) if weight.trainable)
+
+
+def list_feed_weights(feed: FeedForwardSpec | ExpertsSpec, model: int, place: str) -> tuple[WeightSpec, ...]:
+    """Return the trained tensors of a feed-forward or of experts at a place such as "decoder.3.feed"."""
+    return tuple(weight for weight in add_prefix(place, "feed", feed.weights(model)) if weight.trainable)
+
+
+def list_head_matrices(head: OutputHeadSpec, model: int) -> tuple[WeightSpec, ...]:
+    """Return the matrices of an output head; a table that it shares has the name of the embedding's role."""
+    place = "embedding" if head.table else f"head.{head.name}"
+    return tuple(add_prefix(place, "head", head.matmul_weights(model)))
+
+
+def total_weight_bytes(spec_or_model: AttentionSpec | ModelSpec, storage: WeightStorage) -> int:
+    """Bytes of all trained tensors of a layer or model."""
+    if isinstance(spec_or_model, AttentionSpec):
+        return storage.total_bytes(list_attention_weights(spec_or_model))
+    return storage.total_bytes(weight for weight in spec_or_model.weights() if weight.trainable)
+
+
+def is_routed(weight: WeightSpec) -> bool:
+    """Whether a tensor, with its full name, is stacked over the experts among which a router chooses."""
+    return ".feed.each." in weight.name
+
+
+def group_blocks_stored_alike(
+    stack: StackSpec, quantization: QuantizationSpec | None
+) -> Iterator[tuple[int, BlockSpec, int]]:
+    """Yield (first layer, block, number of layers) for blocks that are equal and stored in equal formats."""
+    return group_stored_alike(stack, enumerate(stack.layers), quantization)
+
+
+def group_stored_alike(
+    stack: StackSpec, items: Iterable[tuple[int, Item]], quantization: QuantizationSpec | None
+) -> Iterator[tuple[int, Item, int]]:
+    """Yield (first layer, item, number of layers) for items (layer, item) that are equal and stored in equal formats.
+
+    Layers differ in storage only if the quantisation names one of them alone.
+    """
+    groups: dict[tuple[Item, frozenset[str]], tuple[int, int]] = {}
+    for depth, item in items:
+        exceptions = quantization.exceptions_at(stack.name, depth) if quantization else frozenset[str]()
+        named = frozenset(pattern.split(".", 2)[2] for pattern in exceptions)
+        first, times = groups.get((item, named), (depth, 0))
+        groups[item, named] = (first, times + 1)
+    return ((first, item, times) for (item, _), (first, times) in groups.items())
+
+
+def select_layer_storage(quantization: QuantizationSpec | None, stack: str, depth: int) -> QuantizationSpec | None:
+    """Return the quantisation of one layer of a model, as that of a model whose only layer it is."""
+    if quantization is None:
+        return None
+
+    def renamed(patterns: tuple[str, ...]) -> tuple[str, ...]:
+        words = [pattern.split(".") for pattern in patterns]
+        return tuple(
+            ".".join([word[0], "0", *word[2:]] if word[0] == stack and word[1] == str(depth) else word)
+            for word in words
+            if len(word) < 2 or word[0] in ("*", "head") or word[1] in ("*", str(depth))
+        )
+
+    return replace(quantization, included=renamed(quantization.included), excluded=renamed(quantization.excluded))
