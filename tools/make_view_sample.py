@@ -75,7 +75,7 @@ def main() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     hw.save(net, MODEL, readme=README)
-    trace.save(TRACE)
+    trace.save(TRACE, overwrite=True)
     data = {**table.data, "heads": [{"site": head.site, **head.data} for head in table.heads]}
     write_atomically(MEASURES, json.dumps(data, separators=(",", ":")).encode())
     for path in sorted(path for path in FOLDER.rglob("*") if path.is_file()):

@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import socket
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,7 +25,8 @@ TEMPORARY = ".tmp"
 def write_atomically(path: Path | str, data: bytes | Iterable[bytes | memoryview]) -> None:
     """Write `data`, in one or several pieces, to a temporary file and rename it to `path` after syncing to disk.
 
-    Readers see either the old or the complete new file. A failed write removes its temporary file.
+    Readers see either the old or the complete new file. A failed write removes its temporary file. Raises OSError for
+    devices, pipes and symbolic links, which the rename would replace.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -34,7 +36,8 @@ def write_atomically(path: Path | str, data: bytes | Iterable[bytes | memoryview
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
-    with _explain_os_error(path):
+    with explain_os_error(path):
+        _refuse_special_file(path)
         try:
             _write(temporary, [data] if isinstance(data, bytes) else data)
             os.replace(temporary, path)
@@ -42,7 +45,13 @@ def write_atomically(path: Path | str, data: bytes | Iterable[bytes | memoryview
             with suppress(OSError):
                 temporary.unlink()
             raise
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
+
+
+def _refuse_special_file(path: Path) -> None:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
 
 
 def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
@@ -62,8 +71,9 @@ def _write_all(handle: int, data: bytes | memoryview) -> None:
         remaining = remaining[os.write(handle, remaining) :]
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def sync_folder(path: Path) -> None:
+    """Wait until a folder or a file is on disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -71,7 +81,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _explain_os_error(path: Path) -> Iterator[None]:
+def explain_os_error(path: Path) -> Iterator[None]:
     """Re-raise an OSError with the path and a remedy in its message."""
     try:
         yield
@@ -116,7 +126,7 @@ class FolderLock:
 
     def __enter__(self) -> Self:
         path = self.folder / LOCK
-        with _explain_os_error(path):
+        with explain_os_error(path):
             self.folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -135,7 +145,7 @@ class FolderLock:
             raise SpecError(
                 f"{self.folder} is being written by {holder}; wait for it, or give another folder"
             ) from None
-        with _explain_os_error(self.folder / LOCK):
+        with explain_os_error(self.folder / LOCK):
             os.truncate(handle, 0)
             _write_all(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
@@ -151,17 +161,17 @@ class JsonLines:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        with _explain_os_error(self.path):
+        with explain_os_error(self.path):
             self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append one line."""
-        with _explain_os_error(self.path):
+        with explain_os_error(self.path):
             _write_all(self._handle, _line(record))
 
     def sync(self) -> None:
         """Wait until all lines are on disk."""
-        with _explain_os_error(self.path):
+        with explain_os_error(self.path):
             os.fsync(self._handle)
 
     def close(self) -> None:

@@ -499,7 +499,7 @@ def test_kinds_are_listed(capsys, fakes):
         (("--threads", "0"), "threads=0 is not between 1 and"),
         (("--threads", "1000"), "threads=1000 is not between 1 and"),
         (("--threads", "two"), "--threads needs a whole number, got 'two'"),
-        (("--out", "FILE"), "is not a folder; give a folder or a new name"),
+        (("--out", "FILE"), "it is a file; give the path of a new folder"),
         (("--fast",), "there is no option --fast"),
         (("--list", "slow"), "--list takes no names; leave out 'slow'"),
     ],

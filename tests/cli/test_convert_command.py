@@ -115,7 +115,7 @@ def test_retraining_is_reported(folders: dict[str, Path], tmp_path: Path, capsys
         (["ours", "--data", "texts", "--kv", "2", "--where", "cross"], "has no cross-attention"),
         (["ours", "--data", "texts", "--kv", "2", "--uptrain", "0"], "steps"),
         (["ours", "--kv", "2"], "give exactly one source of texts: --data FILE, --conllu FILE, or --task dates"),
-        (["ours", "--data", "texts", "--kv", "2", "--out", "texts"], "it is a file. Give a new or empty folder"),
+        (["ours", "--data", "texts", "--kv", "2", "--out", "texts"], "it is a file; give the path of a new folder"),
         (
             ["ours", "--data", "texts", "--kv", "2", "--distill-data", "none", "--uptrain", "3"],
             "cannot read none as text",

@@ -117,7 +117,7 @@ def test_the_output_folder_holds_the_reports(
     (["--data", "two", "--sort", "entropie"], "cannot sort by 'entropie': it was not measured"),
     (["--data", "two", "--criteria", "mine"], "unknown criteria='mine'"),
     (["--data", "two", "--resamples", "3"], "is too few for a confidence interval"),
-    (["--data", "two", "--out", "two"], "two is a file; give a folder"),
+    (["--data", "two", "--out", "two"], "two: it is a file; give the path of a new folder"),
     (["--data", "two", "--pair", "decoder.0.attention:0", "decoder.0.attention:1"], "--pair needs a folder"),
     (["--data", "two", "--pair", "0", "1", "--out", "drawn"], "--pair 0 1 is not two heads; write SITE:HEAD twice"),
     (["--task", "dates"], "does not use the vocabulary of the task dates"),

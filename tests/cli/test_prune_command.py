@@ -183,8 +183,11 @@ def test_the_same_plan_again_and_not_for_another_model(
         (["ours", "--budget", "cash=0.5", "--data", "texts"], "unknown budget 'cash'; did you mean 'cache'"),
         (["ours", "--keep", "0.5", "--rerank-every", "2", "--data", "texts"], "--rerank-every needs --budget"),
         (["ours", "--keep", "0.5", "--fold", "median", "--data", "texts"], "unknown fold='median'"),
-        (["ours", "--keep", "0.5", "--data", "texts", "--out", "texts"], "it is a file. Give a new or empty folder"),
-        (["ours", "--keep", "0.5", "--data", "texts", "--out", "ours"], "Give a new or empty folder"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--out", "texts"], "it is a file; give the path of a new folder"),
+        (
+            ["ours", "--keep", "0.5", "--data", "texts", "--out", "ours"],
+            "is not a pruned or converted model of headwise; give the path of a new folder",
+        ),
         (["ours", "--keep", "0.5", "--task", "dates"], "does not have the inputs and outputs of the task dates"),
         (["ours", "--keep", "0.5", "--task", "images", "--set", "path"], "--set 'path' is not KEY=VALUE"),
         (["wordless", "--keep", "0.5", "--data", "texts"], "tokenizer"),

@@ -55,8 +55,8 @@ def test_lines_of_a_file(name: str, folders: dict[str, Path], tmp_path: Path, ca
     trace = hw.load_trace(out)
     alone = []
     for text in ("a longer one", "short"):
-        assert run_command(capsys, str(folders[name]), "--text", text, "--out", str(tmp_path / "b.trace"))[0] == 0
-        alone.append(hw.load_trace(tmp_path / "b.trace"))
+        assert run_command(capsys, str(folders[name]), "--text", text, "--out", str(tmp_path / f"{text}.trace"))[0] == 0
+        alone.append(hw.load_trace(tmp_path / f"{text}.trace"))
     for row, one in enumerate(alone):
         there = [n for n, word in enumerate(trace.streams["text"][row].ids) if word >= 0]
         found = trace.head_weights(1, 2, row=row)[np.ix_(there, there)]
@@ -89,7 +89,7 @@ def test_a_source_and_its_target(folders: dict[str, Path], tmp_path: Path, capsy
 @pytest.mark.parametrize(("argv", "wrong"), [
     (["ours", "--out", "a.trace"], "give exactly one input: --text TEXT, or --data FILE"),
     (["ours", "--text", "a"], "give an output file"),
-    (["ours", "--text", "a", "--out", "none/a.trace"], "does not exist; create it first"),
+    (["ours", "--text", "a", "--out", "none/a.trace"], "none does not exist; give the path of a new file"),
     (["ours", "--text", "", "--out", "a.trace"], "the prompt is empty"),
     (["gpt2", "--text", "", "--out", "a.trace"], "the text is empty"),
     (["ours", "--text", "x" * 25, "--out", "a.trace"], "is 1 longer than the 24 positions"),

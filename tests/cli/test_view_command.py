@@ -19,7 +19,7 @@ BAD = {
     "text of a trace": (["a.trace", "--text", "b"], "--text needs a model, and a.trace is a trace"),
     "source of a trace": (["a.trace", "--source", "b"], "--source needs a model"),
     "no html": (["--export", "heads.pdf"], "end the name in .html"),
-    "no folder": (["--export", "nowhere/heads.html"], "the folder of nowhere/heads.html does not exist; create it"),
+    "no folder": (["--export", "nowhere/heads.html"], "nowhere does not exist; give the path of a new file"),
     "no trace": (["nowhere.trace"], "nowhere.trace"),
     "no file": (["nowhere/model.py:make"], "there is no file 'nowhere/model.py'; give FILE.py:FACTORY"),
     "no model": (["no where"], "there is no model 'no where'; give a folder, a .trace file"),
@@ -41,7 +41,7 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], case: str):
 
 def test_an_output_folder_that_is_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     (tmp_path / "a").write_text("")
-    assert "is a file; give a folder" in run_refused(capsys, ["--out", str(tmp_path / "a")])
+    assert "it is a file; give the path of a new folder" in run_refused(capsys, ["--out", str(tmp_path / "a")])
 
 
 @pytest.mark.parametrize("damage", ["cut short", "changed", "another version", "text"])

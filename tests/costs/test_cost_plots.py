@@ -191,11 +191,12 @@ def test_the_same_costs_are_the_same_file(tmp_path, suffix, monkeypatch):
 
 def test_a_failed_drawing_leaves_the_old_one(tmp_path, monkeypatch):
     path = tmp_path / "costs.svg"
-    path.write_text("old")
+    cost_plots.save_plot(PRICES, path, "kv")
+    old = path.read_bytes()
     monkeypatch.setattr(cost_plots, "make_figure", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        cost_plots.save_plot(PRICES, path, "kv")
-    assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["costs.svg"])
+        cost_plots.save_plot(PRICES, path, "kv", overwrite=True)
+    assert (path.read_bytes(), os.listdir(tmp_path)) == (old, ["costs.svg"])
 
 
 # --- the sheet -----------------------------------------------------------------------------------------
@@ -247,7 +248,7 @@ def test_all_comparisons_fit_the_screen_and_the_document(capsys, tmp_path):
     assert (code, err) == (0, "")
     assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
     assert "gqa (2)" in out
-    data = json.loads(run(capsys, *argv, "--plot-kind", "roofline", "--json")[1])
+    data = json.loads(run(capsys, *argv, "--plot-kind", "roofline", "--json", "--overwrite")[1])
     assert {"crossovers", "complexity", "plot"} <= set(data)
     assert data["complexity"]["sizes"] == {"tokens": 2048, "model": 512, "heads": 8, "kernel": 5, "window": 64}
     assert data["plot"] == {"file": str(tmp_path / "a.svg"), "kind": "roofline"}
@@ -271,7 +272,7 @@ def test_all_comparisons_fit_the_screen_and_the_document(capsys, tmp_path):
         (("gqa", "--complexity", "--kernel", "1"), "kernel must be a whole number from 2"),
         (("gqa", "--window", "5"), "--kernel and --window are sizes of --complexity"),
         (("gqa", "--plot", "a.jpg"), "'.jpg' is not supported"),
-        (("gqa", "--plot", "nowhere/a.svg"), "cannot be written: No such file or directory"),
+        (("gqa", "--plot", "nowhere/a.svg"), "nowhere does not exist; give the path of a new file"),
         (("gqa", "--plot-kind", "kv"), "draws nothing without a file"),
         (("gqa", "--plot", "a.svg", "--plot-kind", "pie"), "there is no kind of plot 'pie'"),
         (("gqa", "--csv", "--json"), "two forms of one document"),

@@ -98,7 +98,7 @@ def test_only_models_are_saved(tmp_path: Path):
     with pytest.raises(ValueError, match=r"net is of type Linear; give a Transformer as hw\.build returns it"):
         hw.save(torch.nn.Linear(1, 1), tmp_path)  # pyright: ignore[reportArgumentType] - that is the test
     (tmp_path / "file").write_text("")
-    with pytest.raises(hw.SpecError, match="cannot create folder"):
+    with pytest.raises(hw.SpecError, match="it is a file; give the path of a new folder"):
         hw.save(hw.build(described()), tmp_path / "file")
 
 

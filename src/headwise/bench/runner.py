@@ -93,12 +93,14 @@ def run_benchmarks(
     output_folder: Path | str | None = None,
     progress: ProgressCallback = no_progress,
     finished: ProgressCallback = no_progress,
+    overwrite: bool = False,
 ) -> BenchmarkReport:
     """Time headwise against other libraries and the machine's limits; return the report.
 
     `names` are kinds of work; "entmax:core" selects the rows of one kind with "core" in their names. Without names,
     everything runs. After an interrupt, the report has the finished rows and is marked. `output_folder` receives the
-    report as JSON and as an SVG chart. `progress` gets a line before each step, `finished` one after each case.
+    report as JSON and as an SVG chart; `overwrite` replaces an earlier report there. `progress` gets a line before each
+    step, `finished` one after each case.
 
     >>> run_benchmarks("entmaxx")
     Traceback (most recent call last):
@@ -109,7 +111,7 @@ def run_benchmarks(
     tracker = RunProgress(
         {kind: count.quick if quick else count.full for kind, count in counts.items()}, progress, finished
     )
-    return BenchmarkSession(threads, output_folder, progress).run(
+    return BenchmarkSession(threads, output_folder, progress, overwrite).run(
         TIMING_PACES[quick],
         quick,
         lambda timer: _time_cases(timer, selected, quick, tracker),
@@ -514,11 +516,12 @@ def run_scaling(
     output_folder: Path | str | None = None,
     progress: ProgressCallback = no_progress,
     finished: ProgressCallback = no_progress,
+    overwrite: bool = False,
 ) -> ScalingReport:
     """Time every backend that supports a kind of layer, in alternation, at growing sizes.
 
     `names` select the kinds of layers whose names contain one of them. `progress` gets a line before each kind,
-    `finished` one after each size.
+    `finished` one after each size. `overwrite` replaces an earlier report in `output_folder`.
 
     >>> run_scaling("anything else")
     Traceback (most recent call last):
@@ -537,7 +540,7 @@ def run_scaling(
                 started = timer.clock()
             tracker.finish_kind(kind)
 
-    return BenchmarkSession(threads, output_folder, progress).run(
+    return BenchmarkSession(threads, output_folder, progress, overwrite).run(
         SCALING_PACE,
         False,
         measure_points,

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..costs.roofline import accelerator_type, processor_name, synchronize_device, time_run
 from ..errors import SpecError
 from ..files import FolderLock
+from ..output_paths import Existing, FolderKind, check_output
 from .benchmark_case import (
     LIMIT,
     BenchmarkCase,
@@ -427,6 +428,7 @@ class BenchmarkSession:
     threads: int | None = None
     output_folder: Path | str | None = None
     progress: ProgressCallback = no_progress
+    overwrite: bool = False
 
     def run(
         self,
@@ -438,7 +440,7 @@ class BenchmarkSession:
         """Collect all rows, or those before an interrupt; return the report and write it to the folder, if any."""
         num_threads = check_threads(self.threads)
         if self.output_folder is not None:
-            _check_folder(self.output_folder)
+            _check_folder(self.output_folder, "overwrite" if self.overwrite else "refuse")
         with use_threads(num_threads), torch.random.fork_rng():
             timer = CaseTimer(pace, MachineLimits.of_this_machine())
             started = timer.clock()
@@ -458,9 +460,10 @@ class BenchmarkSession:
         return report
 
 
-def _check_folder(folder: Path | str) -> None:
+REPORT_FOLDER = FolderKind("benchmark report", ("bench.json", "bench.svg", "scaling.json"))
+
+
+def _check_folder(folder: Path | str, existing: Existing) -> None:
     """Raise if the folder is not writable, before anything is measured."""
-    if Path(folder).exists() and not Path(folder).is_dir():
-        raise SpecError(f"{folder} is not a folder; give a folder or a new name")
-    with FolderLock(folder):
+    with FolderLock(check_output(folder, REPORT_FOLDER, existing)):
         pass

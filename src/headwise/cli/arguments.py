@@ -18,6 +18,7 @@ from .command_parser import UsageError
 
 if TYPE_CHECKING:
     from ..model_spec import ModelSpec
+    from ..output_paths import Existing
     from ..spec.attention_spec import AttentionSpec
 
 BAD_INPUT = 2  # exit code for invalid arguments or input
@@ -89,6 +90,16 @@ def add_set_argument(
 def add_json_argument(parser: argparse._ActionsContainer) -> None:
     """Add `--json`."""
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def add_overwrite_argument(parser: argparse._ActionsContainer) -> None:
+    """Add `--overwrite`."""
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier output of this command")
+
+
+def existing_mode(args: argparse.Namespace) -> Existing:
+    """What `check_output` does with an earlier output, by --overwrite."""
+    return "overwrite" if args.overwrite else "refuse"
 
 
 def parse_spec(args: argparse.Namespace) -> AttentionSpec:

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .arguments import add_json_argument, print_page, to_json
+from .arguments import add_json_argument, add_overwrite_argument, print_page, to_json
 from .command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
@@ -65,7 +65,11 @@ def _print_cases(args: argparse.Namespace) -> Mapping[str, str]:
 
 def _run_suite(args: argparse.Namespace) -> BenchmarkReport | ScalingReport:
     """Run the benchmark cases, or with --scaling time every backend at growing sizes."""
-    callbacks = {"progress": _report_progress, "finished": _report_finished}
+    callbacks: dict[str, Any] = {
+        "overwrite": args.overwrite,
+        "progress": _report_progress,
+        "finished": _report_finished,
+    }
     if not args.scaling:
         from ..bench.runner import run_benchmarks
 
@@ -101,6 +105,7 @@ def _parser() -> CommandParser:
         "--threads", type=int, metavar="COUNT", help="threads for torch and numba (default: all processors)"
     )
     parser.add_argument("--out", metavar="DIR", help="write bench.json and bench.svg, or scaling.json, to this folder")
+    add_overwrite_argument(parser)
     add_json_argument(parser)
     return parser
 

@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import add_json_argument, add_set_argument, print_page, to_json
+from ..output_paths import check_output, stage_folder
+from .arguments import (
+    add_json_argument,
+    add_overwrite_argument,
+    add_set_argument,
+    existing_mode,
+    print_page,
+    to_json,
+)
 from .command_parser import TERMINAL_WIDTH, CommandParser, UsageError
 from .text_arguments import (
     add_text_arguments,
@@ -40,7 +48,7 @@ def add_compression_arguments(parser: CommandParser) -> None:
         "--uptrain",
         type=int,
         metavar="STEPS",
-        help="then retrain by distillation, on texts outside the proof",
+        help="retrain by distillation, not on texts of the proof",
     )
     learn = parser.add_expert_group("retraining by distillation from the original model (--uptrain)")
     learn.add_argument(
@@ -67,8 +75,9 @@ def add_model_arguments(parser: CommandParser) -> None:
         "--out",
         required=True,
         metavar="DIR",
-        help="write the new model to this folder (new or empty)",
+        help="write the new model to this folder",
     )
+    add_overwrite_argument(parser)
     task = "use and score examples of this task"
     add_text_arguments(parser, task, "read the texts of parsed sentences")
     add_set_argument(parser, "set a field of the task; repeatable")
@@ -99,9 +108,12 @@ class CompressionRun:
         check_text_arguments(args)
         from ..head_analysis.annotated_examples import split_examples
         from ..hub.pretrained_models import load
-        from ..surgery.hf_export.model_folder import check_folder_empty
+        from ..surgery.curve_report import CURVES_FOLDER
+        from ..surgery.hf_export.model_folder import COMPRESSED_MODEL
 
-        check_folder_empty(args.out)
+        check_output(
+            args.out, CURVES_FOLDER if "sweep" in args and args.sweep else COMPRESSED_MODEL, existing_mode(args)
+        )
         model = load(Path(args.model))
         attach_named_tokenizer(model, args)
         task = None if args.task is None else parse_task(args, args.changes)
@@ -168,18 +180,19 @@ class CompressionRun:
     def write_and_verify(self, model: Transformer, summary: str, record: Mapping[str, Any], **verification: Any) -> int:
         """Write the model and its proof to the folder, print a summary, and return the exit code."""
         from ..hub.pretrained_models import load
-        from ..surgery.hf_export.model_folder import write_model_folder
+        from ..surgery.hf_export.model_folder import COMPRESSED_MODEL, write_model_folder
         from ..surgery.verification.proof import prove, write_proof
         from ..surgery.verification.proof_report import render_summary
 
         out = Path(self.args.out)
-        self.report_progress("writing the model")
-        written = write_model_folder(model, self.source, out, record)
-        exports: dict[str, Callable[[], Any]] = {"headwise.load of the written folder": lambda: load(out)}
-        options = self._verification_options(summary, [*record.get("notes", ())], exports=exports, **verification)
-        proof = prove(self.net, model, self.proof_examples, options, self.report_progress)
-        self.report_progress("")
-        write_proof(proof, out)
+        with stage_folder(out, COMPRESSED_MODEL, existing_mode(self.args)) as staged:
+            self.report_progress("writing the model")
+            written = write_model_folder(model, self.source, staged, record)
+            exports: dict[str, Callable[[], Any]] = {"headwise.load of the written folder": lambda: load(staged)}
+            options = self._verification_options(summary, [*record.get("notes", ())], exports=exports, **verification)
+            proof = prove(self.net, model, self.proof_examples, options, self.report_progress)
+            self.report_progress("")
+            write_proof(proof, staged)
         if self.args.json:
             print_page(to_json(proof.data | {"folder": {"kind": written.kind, "sentence": written.summary}}))
         else:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..files import FolderLock
+from ..output_paths import check_output
 from .arguments import add_json_argument, print_page, print_title, to_json
 from .command_parser import CommandParser, UsageError
 
@@ -39,8 +40,10 @@ def _check_arguments(args: argparse.Namespace) -> None:
     if args.steps is not None and not args.train:
         raise UsageError("--steps is for training; add --train")
     if not args.quick:
+        from ..models.save_load import MODEL_FOLDER
+
         # Report a folder that is not writable or in use by another run before the first page.
-        with FolderLock(Path(args.out)):
+        with FolderLock(check_output(args.out, MODEL_FOLDER, "continue")):
             pass
 
 

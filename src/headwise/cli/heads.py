@@ -12,7 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import add_json_argument, print_page, supports_style, to_json
+from ..output_paths import check_output
+from .arguments import (
+    add_json_argument,
+    add_overwrite_argument,
+    existing_mode,
+    print_page,
+    supports_style,
+    to_json,
+)
 from .command_parser import TERMINAL_WIDTH, CommandParser, UsageError
 from .text_arguments import add_text_arguments, attach_named_tokenizer, check_text_arguments, read_examples
 
@@ -149,7 +157,8 @@ def main(argv: list[str]) -> int:
     if args.out is not None:
         from ..head_analysis.head_report import ReportOptions, write_head_report
 
-        options = ReportOptions(extras.importance, extras.redundancy, _parse_head_pair(args.pair), drawn_heads)
+        pair, existing = _parse_head_pair(args.pair), existing_mode(args)
+        options = ReportOptions(extras.importance, extras.redundancy, pair, drawn_heads, existing)
         for name in write_head_report(model, table, examples, Path(args.out), options):
             print(name, file=sys.stderr)
     print_page(to_json(table.data | extras.data) if args.json else _format_table(table, args) + format_extras(extras))
@@ -182,6 +191,7 @@ def _parser() -> CommandParser:
         metavar="HEAD",
         help="with --out, also draw these heads on the first text, such as L3H2 or SITE:HEAD",
     )
+    add_overwrite_argument(parser)
     add_json_argument(parser)
     expert = parser.add_expert_group("details of the measurement")
     expert.add_argument(
@@ -229,8 +239,10 @@ def _check_drawing(args: argparse.Namespace) -> None:
         check_head_name(name)
     if args.draw and args.out is None:
         raise UsageError("--draw needs a folder for the figures; add --out DIR")
-    if args.out is not None and Path(args.out).exists() and not Path(args.out).is_dir():
-        raise UsageError(f"{args.out} is a file; give a folder")
+    if args.out is not None:
+        from ..head_analysis.head_report import HEAD_REPORT
+
+        check_output(args.out, HEAD_REPORT, existing_mode(args))
 
 
 def _locate_drawn_heads(args: argparse.Namespace, layers: Sequence[Any]) -> list[tuple[str, int]]:
@@ -245,7 +257,7 @@ def _draw_from_trace(args: argparse.Namespace, parser: CommandParser) -> int:
     if not args.draw:
         raise UsageError(f"{args.model} is a trace, whose heads can only be drawn; add --draw HEAD --out DIR")
     unused = [name for name in vars(args) if getattr(args, name) != parser.get_default(name)]
-    if unused := [name for name in unused if name not in ("model", "draw", "out")]:
+    if unused := [name for name in unused if name not in ("model", "draw", "out", "overwrite")]:
         raise UsageError(f"--{unused[0].replace('_', '-')} needs a model, but {args.model} is a trace; leave it out")
     from ..head_analysis.head_report import draw_traced_heads
     from ..traces import load_trace
@@ -254,7 +266,7 @@ def _draw_from_trace(args: argparse.Namespace, parser: CommandParser) -> int:
     heads = _locate_drawn_heads(args, trace.layers)
     for site, head in heads:
         trace.head_weights(site, head, slice(0, 1))  # refuse an unknown head before anything is written
-    for name in draw_traced_heads(trace, heads, Path(args.out)):
+    for name in draw_traced_heads(trace, heads, Path(args.out), existing_mode(args)):
         print(name)
     return 0
 

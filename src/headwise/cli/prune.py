@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import print_page, to_json
+from ..output_paths import check_output
+from .arguments import existing_mode, print_page, to_json
 from .command_parser import CommandParser, UsageError
 from .compression_arguments import CompressionRun, add_compression_arguments, add_model_arguments
 
@@ -78,7 +79,7 @@ def _parser() -> CommandParser:
 def _add_ranking_arguments(parser: CommandParser) -> None:
     everyday = parser.add_argument_group("ranking of heads")
     everyday.add_argument("--by", default="best", metavar="METHOD", help="importance method, or random")
-    everyday.add_argument("--per", default="layer", metavar="SCOPE", help="apply --keep per layer, stack or model")
+    everyday.add_argument("--per", default="layer", metavar="SCOPE", help="scope of --keep: layer, stack or model")
     ranking = parser.add_expert_group("details of the ranking")
     add_unit_argument(ranking)
     ranking.add_argument(
@@ -131,6 +132,10 @@ def _check_selection(args: argparse.Namespace) -> None:
     for option, value in (("--rerank-every", args.rerank_every), ("--state", args.state)):
         if value is not None and not args.budget:
             raise UsageError(f"{option} needs --budget; add --budget, or leave out {option}")
+    if args.state is not None:
+        from ..surgery.head_selection import STATE_FILE
+
+        check_output(args.state, STATE_FILE, "continue")
 
 
 def _selection(args: argparse.Namespace, run: CompressionRun) -> HeadSelection:
@@ -237,7 +242,7 @@ def sweep_main(argv: list[str]) -> int:
     command = shlex.join(["headwise", "prune", *argv])
     curves = replace(curves, notes=(*run.notes, *curves.notes), command=command)
     run.report_progress("drawing figures")
-    write_report(curves, Path(args.out))
+    write_report(curves, Path(args.out), existing_mode(args))
     run.report_progress("")
     if args.json:
         print_page(to_json(to_report_data(curves)))

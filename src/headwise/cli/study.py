@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..output_paths import check_output
 from .arguments import add_json_argument, add_set_argument, parse_value, print_page, to_json
 from .command_parser import CommandParser, UsageError
 
@@ -25,9 +26,11 @@ def main(argv: list[str]) -> int:
     from ..studies.study_file import read_study
     from ..studies.study_plan import format_plan, plan_study
     from ..studies.study_report import write_report
-    from ..studies.study_runner import run_study
+    from ..studies.study_runner import STUDY_FOLDER, run_study
 
     study = read_study(args.file, args.scale, _parse_overrides(args.changes))
+    out = args.out or f"runs/studies/{study.name}-{study.scale}"
+    check_output(out, STUDY_FOLDER, "continue")
     if args.plan or args.budget is not None:
         plan = plan_study(study, ProcessEngine(args.jobs), _print_progress)
         if args.budget is not None:
@@ -35,7 +38,7 @@ def main(argv: list[str]) -> int:
         if args.plan:
             print_page(to_json(_plan_data(plan)) if args.json else format_plan(plan))
             return 0
-    out = Path(args.out or f"runs/studies/{study.name}-{study.scale}")
+    out = Path(out)
     try:
         results = run_study(study, out, ProcessEngine(args.jobs), _make_filter(args.only), _print_progress)
     except KeyboardInterrupt:

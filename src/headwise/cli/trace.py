@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import add_json_argument, print_page, to_json
+from ..output_paths import check_output
+from .arguments import add_json_argument, add_overwrite_argument, existing_mode, print_page, to_json
 from .command_parser import CommandParser, UsageError
 from .text_arguments import add_tokenizer_argument
 
@@ -42,12 +43,13 @@ def main(argv: list[str]) -> int:
             raise UsageError(
                 f"--{unused[0].replace('_', '-')} applies when recording, but {args.model} is a trace; leave it out"
             )
+        _check_outputs(args)
         from ..traces import load_trace
 
         trace = load_trace(args.model)
     else:
         trace = _capture_trace(args)
-    _export(trace, args)
+    _write(trace, args)
     print_page(to_json(trace.data) if args.json else str(trace))
     return 0
 
@@ -76,6 +78,7 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--min-weight", type=float, default=0.0, metavar="WEIGHT", help="with --export, leave out smaller weights"
     )
+    add_overwrite_argument(parser)
     add_json_argument(parser)
     expert = parser.add_expert_group("details of the recording")
     expert.add_argument("--record", default="", metavar="v,z", help="also record v (values) and z (head outputs)")
@@ -100,9 +103,7 @@ def _capture_trace(args: argparse.Namespace) -> Trace:
         value = getattr(args, name)
         if value is not None and value < minimum:
             raise UsageError(f"--{name.replace('_', '-')} {value} is too small; give {minimum} or more")
-    for path in filter(None, (args.out, args.export)):
-        if not Path(path).absolute().parent.is_dir():
-            raise UsageError(f"the folder of {path} does not exist; create it first")
+    _check_outputs(args)
     from ..costs.serving_capacity import parse_bytes
     from ..inspect.trace_capture import Capture, trace
 
@@ -159,8 +160,19 @@ def _read_lines(args: argparse.Namespace) -> list[str]:
     return lines[: 8 if args.limit is None else args.limit]
 
 
-def _export(trace: Trace, args: argparse.Namespace) -> None:
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Refuse paths that may not be written, before anything is loaded."""
+    from ..traces.import_export import WEIGHT_FILE
+    from ..traces.trace_file import TRACE_FILE
+
     if args.out is not None:
-        trace.save(args.out)
+        check_output(args.out, TRACE_FILE, existing_mode(args))
     if args.export is not None:
-        trace.export_weights(args.export, min_weight=args.min_weight)
+        check_output(args.export, WEIGHT_FILE, existing_mode(args))
+
+
+def _write(trace: Trace, args: argparse.Namespace) -> None:
+    if args.out is not None:
+        trace.save(args.out, overwrite=args.overwrite)
+    if args.export is not None:
+        trace.export_weights(args.export, min_weight=args.min_weight, overwrite=args.overwrite)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import suggest
+from ..output_paths import check_output
 from .arguments import (
     BAD_INPUT,
     PRESETS,
@@ -87,6 +88,9 @@ def main(argv: list[str]) -> int:
 
 def _train(argv: list[str], launch: ProcessInfo) -> None:
     args = _parser().parse_args(argv)
+    from ..models.save_load import MODEL_FOLDER
+
+    check_output(args.out, MODEL_FOLDER, "continue")
     changes = _parse_changes(args.changes)
     recipe = _make_recipe(args, changes["recipe"])
     task = _make_task(args.what, args.data, changes["task"])

@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import print_page
+from ..output_paths import check_output
+from .arguments import add_overwrite_argument, existing_mode, print_page
 from .command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> int:
 
     opened = view.open_target(_target(args), _print_note)
     if args.export is not None:
-        view.write_export(opened, args.export)
+        view.write_export(opened, args.export, existing_mode(args))
         print_page(f"{args.export} shows {opened.name}; it opens in any browser, without a network")
         return 0
     with suppress(KeyboardInterrupt):  # the usual end of a server
@@ -56,6 +57,7 @@ def _parser() -> CommandParser:
     )
     parser.add_argument("--compare", metavar="MODEL|TRACE", help="another model or trace, for the screen Diff")
     parser.add_argument("--export", metavar="FILE", help="write the page to one .html file instead of serving it")
+    add_overwrite_argument(parser)
     parser.add_argument("--no-browser", action="store_true", help="print the address only")
     parser.add_argument("--port", type=int, default=0, metavar="PORT", help="port of the page; 0 takes a free one")
     parser.add_argument("--read-only", action="store_true", help="the page writes no files")
@@ -85,17 +87,19 @@ def _check_arguments(args: argparse.Namespace) -> None:
     if args.target is not None and args.target.endswith(".trace") and (args.text or args.source):
         option = "--text" if args.text else "--source"
         raise UsageError(f"{option} needs a model, and {args.target} is a trace of one run; give the model instead")
+    from ..viewer.view import HTML_PAGE, MODELS_FOLDER
+
     if args.export is not None:
         path = Path(args.export)
         if path.suffix.lower() not in HTML_SUFFIXES:
             raise UsageError(f"--export {args.export} is not an HTML file; end the name in .html")
-        if not path.absolute().parent.is_dir():
-            raise UsageError(f"the folder of {args.export} does not exist; create it first")
+        check_output(path, HTML_PAGE, existing_mode(args))
+    elif args.overwrite:
+        raise UsageError("--overwrite is for --export; give --export FILE, or leave --overwrite out")
     if args.compare is not None and not Path(args.compare).exists():
         raise UsageError(f"--compare {args.compare} does not exist; give a model folder or a .trace file")
-    out = Path(args.out)
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out {args.out} is a file; give a folder")
+    if not args.read_only:
+        check_output(args.out, MODELS_FOLDER, "continue")
 
 
 def _print_note(line: str) -> None:

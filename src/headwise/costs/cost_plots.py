@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..errors import SpecError, suggest
 from ..files import write_atomically
+from ..output_paths import FIGURE_FILE, FIGURE_METADATA, Existing, check_output
 from .cost_report import UNIT_PREFIXES, CostEstimate
 from .cost_vs_length import CostByLength, Crossover, LengthCost, LengthRange, bisection_lengths, find_crossover
 from .roofline import Device
@@ -448,10 +449,9 @@ def _format_tick(value: float) -> str:
 
 # --- Drawing into a file -------------------------------------------------------------------------------
 
-# Without dates, so that equal costs give equal files.
 SAVE_OPTIONS: dict[str, dict[str, Any]] = {
-    ".svg": {"metadata": {"Date": None}},
-    ".pdf": {"metadata": {"CreationDate": None, "ModDate": None}},
+    ".svg": {},
+    ".pdf": {},
     ".png": {"dpi": 200},
 }
 # Okabe and Ito's colours without yellow and sky blue, some of them darker, so that labels are readable on white.
@@ -485,8 +485,12 @@ MATPLOTLIB_STYLE: Any = {
 }
 
 
-def save_plot(estimates: Mapping[str, CostEstimate], path: Path | str, kind: str = "all") -> None:
+def save_plot(
+    estimates: Mapping[str, CostEstimate], path: Path | str, kind: str = "all", *, overwrite: bool = False
+) -> None:
     """Draw one kind of chart, or all four, into an SVG, PNG or PDF file; see `make_charts`.
+
+    `overwrite` replaces an earlier figure; anything else at this path is refused.
 
     >>> import tempfile, headwise as hw
     >>> costs = {cost.name: cost for cost in hw.cost(hw.design(preset="gqa"))}
@@ -495,7 +499,7 @@ def save_plot(estimates: Mapping[str, CostEstimate], path: Path | str, kind: str
     ...     Path(folder, "gqa.svg").read_text()[:5]
     '<?xml'
     """
-    options = check_plot_suffix(path)
+    options = check_plot_path(path, "overwrite" if overwrite else "refuse")
     charts = make_charts(estimates, kind)
     import matplotlib
 
@@ -526,17 +530,18 @@ def make_figure(estimates: Mapping[str, CostEstimate], charts: Sequence[LineChar
     return figure
 
 
-def check_plot_suffix(path: Path | str) -> dict[str, Any]:
-    """Return the options of `savefig` for a file name; raise an error for unsupported formats.
+def check_plot_path(path: Path | str, existing: Existing = "refuse") -> dict[str, Any]:
+    """Return the options of `savefig` for a file; raise an error for unsupported formats and unwritable paths.
 
-    >>> check_plot_suffix("costs.jpg")
+    >>> check_plot_path("costs.jpg")
     Traceback (most recent call last):
     headwise.errors.SpecError: cannot draw into costs.jpg: '.jpg' is not supported; use .svg, .png or .pdf
     """
     suffix = Path(path).suffix
     if suffix not in SAVE_OPTIONS:
         raise SpecError(f"cannot draw into {path}: {suffix!r} is not supported; use .svg, .png or .pdf")
-    return SAVE_OPTIONS[suffix]
+    check_output(path, FIGURE_FILE, existing)
+    return {**SAVE_OPTIONS[suffix], "metadata": FIGURE_METADATA[suffix]}
 
 
 def _add_panel(figure: Figure, n: int, grid: tuple[int, int], line_styles: dict[str, LineStyle]) -> PlotPanel:

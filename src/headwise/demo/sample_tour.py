@@ -18,6 +18,7 @@ from ..errors import SpecError
 from ..files import FolderLock
 from ..head_analysis.head_figures import CLASS_STYLES, class_group
 from ..head_analysis.head_table import HeadMeasures, HeadTable, Measure
+from ..output_paths import check_output
 from ..traces import Trace
 from ..viewer.bundled_sample import MODEL, SOURCE, load_sample_model, load_sample_table, load_sample_trace
 from . import before_after, sample_report
@@ -353,7 +354,7 @@ def _retrain_and_prove(pruning: _Pruning, texts: Sequence[Any], folder: Path, pr
 
 def check_output_folder(folder: Path) -> None:
     """Delete the pruned model of an earlier tour; raise SpecError if the folder holds anything else."""
-    from ..surgery.hf_export.model_folder import check_folder_empty, read_record
+    from ..surgery.hf_export.model_folder import COMPRESSED_MODEL, read_record
 
     try:
         is_ours = read_record(folder).change.get("demo") == FOLDER_NAME
@@ -361,4 +362,4 @@ def check_output_folder(folder: Path) -> None:
         is_ours = False
     if is_ours:
         shutil.rmtree(folder)
-    check_folder_empty(folder)
+    check_output(folder, COMPRESSED_MODEL)

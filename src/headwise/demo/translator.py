@@ -24,10 +24,11 @@ from ..head_analysis.annotated_examples import Example, examples_from_task
 from ..hub.pretrained_models import load
 from ..interfaces.core_types import Probe
 from ..models import Transformer
+from ..output_paths import check_output
 from ..surgery import HeadRanking, KeepTop, Pool
 from ..surgery.conversion import convert
 from ..surgery.distillation import RetrainingPoint, UptrainingOptions, uptrain
-from ..surgery.hf_export.model_folder import check_folder_empty, read_record, write_model_folder
+from ..surgery.hf_export.model_folder import COMPRESSED_MODEL, read_record, write_model_folder
 from ..surgery.pruning import prune
 from ..surgery.pruning_plan import fingerprint_model
 from ..surgery.verification.efficiency import TimingOptions
@@ -355,7 +356,7 @@ class CompressedTranslator:
         self.folder = translator.folder / change.name
         self._data: dict[str, Any] | None = None
         if self._load_record() is None:
-            check_folder_empty(self.folder)
+            check_output(self.folder, COMPRESSED_MODEL)
 
     @property
     def retraining(self) -> UptrainingOptions:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SpecError
 from ..files import write_atomically
+from ..output_paths import FIGURE_FILE, FIGURE_METADATA, check_output
 from .head_metrics import HEAD_METRICS
 from .head_table import HeadMeasures, HeadTable
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 # --- Themes, colours and fonts -------------------------------------------------------------------------
 
-SAVE_OPTIONS: dict[str, dict[str, Any]] = {".svg": {"metadata": {"Date": None}}, ".png": {"dpi": 160}}
+SAVE_OPTIONS: dict[str, dict[str, Any]] = {".svg": {}, ".png": {"dpi": 160}}
 # Letter and colour of each class. Colours are those of Okabe and Ito; the letter distinguishes classes without colour.
 CLASS_STYLES: Mapping[str, tuple[str, str]] = {
     "sink": ("K", "#999999"),
@@ -174,14 +175,17 @@ def plot_style(theme: FigureTheme) -> Any:
     }
 
 
-def save_figure(draw: Callable[[FigureTheme], Figure], path: Path | str, theme_name: str = "light") -> None:
-    """Draw a figure into an SVG or PNG file; equal data gives an equal file."""
+def save_figure(
+    draw: Callable[[FigureTheme], Figure], path: Path | str, theme_name: str = "light", *, overwrite: bool = False
+) -> None:
+    """Draw a figure into an SVG or PNG file; equal data gives an equal file. `overwrite` replaces an earlier figure."""
     suffix = Path(path).suffix
     if suffix not in SAVE_OPTIONS:
         raise SpecError(f"cannot save a figure as {Path(path).name}: the name must end in {' or '.join(SAVE_OPTIONS)}")
     theme, buffer = get_theme(theme_name), io.BytesIO()
+    path = check_output(path, FIGURE_FILE, "overwrite" if overwrite else "refuse")
     with figure_style(theme):
-        draw(theme).savefig(buffer, format=suffix[1:], **SAVE_OPTIONS[suffix])
+        draw(theme).savefig(buffer, format=suffix[1:], metadata=FIGURE_METADATA[suffix], **SAVE_OPTIONS[suffix])
     write_atomically(path, buffer.getvalue())
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from torch import nn
 
 from ..files import write_atomically
+from ..output_paths import Existing, FolderKind, stage_folder
 from ..traces import Trace
 from . import head_figures
 from .annotated_examples import Example
@@ -77,6 +78,15 @@ def export_headvis(table: HeadTable, trace: Trace, annotated: Example, folder: P
 EXAMPLE_LENGTHS = range(6, 19)  # numbers of tokens that suit a heat map
 MAX_RELATIONS = 9  # largest number of relations in the figure
 
+HEAD_REPORT = FolderKind(
+    "report of heads",
+    ("heads.json", "head-*-light.svg"),
+    lambda folder: (
+        "heads.json",
+        "headvis",
+        *(f"*-{theme}.{suffix}" for theme in FIGURE_THEMES for suffix in ("svg", "png")),
+    ),
+)
 HeadSelection = Sequence[tuple[str, int]]
 NamedFigure = tuple[str, Callable[[FigureTheme], "Figure"]]
 
@@ -88,12 +98,14 @@ class ReportOptions(NamedTuple):
     - `head_pair`: two heads, (site, number) each, for the overlay figure; by default these are the heads with the
       broadest and the narrowest attention.
     - `drawn_heads`: heads with a figure of their own on the first text.
+    - `existing`: "overwrite" replaces a folder with an earlier report.
     """
 
     importance: ImportanceResult | None = None
     redundancy: RedundancyResult | None = None
     head_pair: HeadSelection = ()
     drawn_heads: HeadSelection = ()
+    existing: Existing = "refuse"
 
 
 DEFAULT_OPTIONS = ReportOptions()
@@ -105,27 +117,29 @@ def write_head_report(
     examples: Sequence[Example],
     folder: Path,
     options: ReportOptions = DEFAULT_OPTIONS,
-) -> Iterator[str]:
+) -> list[str]:
     """Write the table as JSON, the files of HeadVis, and every figure for light and dark backgrounds as SVG and PNG.
 
-    It yields the paths of the main files.
+    The folder appears complete or not at all. Returns the paths of the main files.
     """
     for site, head in (*options.head_pair, *options.drawn_heads):
         table.head(site, head)  # refuse an unknown head before anything is written
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "heads.json", json.dumps(table.data, indent=1).encode())
-    yield str(folder / "heads.json")
-    short = [
-        example for example in examples if all(tokens.count in EXAMPLE_LENGTHS for tokens in example.streams.values())
-    ]
-    maker = PictureMaker(model, short or list(examples[:1]))
-    yield from write_figures([*_list_figures(table, maker, options), *_extra_figures(table, options)], folder)
-    yield from export_headvis(table, maker.trace(0), maker.examples[0], folder / "headvis")
+    with stage_folder(folder, HEAD_REPORT, options.existing) as staged:
+        write_atomically(staged / "heads.json", json.dumps(table.data, indent=1).encode())
+        short = [
+            example
+            for example in examples
+            if all(tokens.count in EXAMPLE_LENGTHS for tokens in example.streams.values())
+        ]
+        maker = PictureMaker(model, short or list(examples[:1]))
+        figures = [*_list_figures(table, maker, options), *_extra_figures(table, options)]
+        names = [*write_figures(figures, staged)]
+        names += export_headvis(table, maker.trace(0), maker.examples[0], staged / "headvis")
+        return [str(folder / "heads.json"), *(str(folder / Path(name).relative_to(staged)) for name in names)]
 
 
 def write_figures(figures: Iterable[NamedFigure], folder: Path) -> Iterator[str]:
     """Write each figure for light and dark backgrounds as SVG and PNG, and yield the path of the light SVG."""
-    folder.mkdir(parents=True, exist_ok=True)
     for name, draw in figures:
         for theme in FIGURE_THEMES:
             for suffix in (".svg", ".png"):
@@ -162,8 +176,11 @@ def head_file_name(site: str, head: int) -> str:
     return f"head-{site.replace('/', '.')}-{head}"
 
 
-def draw_traced_heads(trace: Trace, heads: HeadSelection, folder: Path) -> Iterator[str]:
-    """Write a figure of each chosen head on the first text of a trace, and yield their paths."""
+def draw_traced_heads(trace: Trace, heads: HeadSelection, folder: Path, existing: Existing = "refuse") -> list[str]:
+    """Write a figure of each chosen head on the first text of a trace to a folder; return the paths of the light SVGs.
+
+    The folder appears complete or not at all.
+    """
     figures: list[NamedFigure] = []
     model = str(trace.model.get("name") or trace.model.get("class") or "model")
     for site, head in heads:
@@ -174,7 +191,8 @@ def draw_traced_heads(trace: Trace, heads: HeadSelection, folder: Path) -> Itera
         text = f"text 1 of {layer.batch_size}" if layer.batch_size > 1 else ""
         picture = HeadPicture(text, "", weights[: len(query_words), : len(key_words)], query_words, key_words)
         figures.append((head_file_name(layer.name, head), partial(draw_head, picture, f"{model}: {layer.name} {head}")))
-    yield from write_figures(figures, folder)
+    with stage_folder(folder, HEAD_REPORT, existing) as staged:
+        return [str(folder / Path(name).name) for name in write_figures(figures, staged)]
 
 
 def _extra_figures(table: HeadTable, options: ReportOptions) -> Iterator[NamedFigure]:

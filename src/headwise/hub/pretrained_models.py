@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,11 +17,12 @@ from .. import models
 from ..errors import SpecError
 from ..families import get_weight_names, read_model_spec as described_by, write_config
 from ..families.weight_names import CheckpointPlan
-from ..files import TEMPORARY, sha256, write_atomically
+from ..files import sha256, write_atomically
 from ..inspect.attention_sites import compiled_part_reason, unhookable_reason, unprunable_reason
 from ..model_spec import ProcessorSpec
 from ..model_spec.serialization import MANIFEST_FILE, RECORD_FILE, TOKENIZER_FILE, SurgeryRecord, find_record
 from ..models import Transformer
+from ..output_paths import FolderKind, stage_folder
 from . import llama2c
 from .checkpoint_weights import DTYPES, INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder, TensorInfo, build_from_weights
 from .tokenizer_files import CONFIG_FILE, TOKENIZER_CONFIG_FILES, get_surrounding_ids, read_processor
@@ -219,6 +217,8 @@ def _named_as_in_files(model: Any) -> Mapping[str, Tensor]:
 
 # --- Export --------------------------------------------------------------------------------------------
 
+EXPORTED_MODEL = FolderKind("model of transformers", (CONFIG_FILE,))
+
 
 def export(model: Transformer, folder: Path | str, *, form: str = "auto", max_length: int | None = None) -> None:
     """Write a model to a new folder in the format of transformers: config.json, model.safetensors, and the tokenizer.
@@ -249,7 +249,9 @@ def export(model: Transformer, folder: Path | str, *, form: str = "auto", max_le
             TOKENIZER_FILE: _tokenizer_json(model.usage).encode(),
             TOKENIZER_CONFIG_FILES[1]: _to_json(_tokenizer_config(model.usage)),
         }
-    _write_files(Path(folder).resolve(), files | {CONFIG_FILE: _to_json(config)})
+    with stage_folder(folder, EXPORTED_MODEL) as staged:
+        for name, data in {**files, CONFIG_FILE: _to_json(config)}.items():
+            write_atomically(staged / name, data)
 
 
 def collect_tensors(model: Transformer, family: str) -> dict[str, Tensor]:
@@ -327,20 +329,3 @@ def _tokenizer_config(usage: ProcessorSpec) -> dict[str, Any]:
 
 def _to_json(keys: dict[str, Any]) -> bytes:
     return json.dumps(keys, indent=2).encode() + b"\n"
-
-
-def _write_files(folder: Path, files: dict[str, bytes]) -> None:
-    """Write all files or none: to a temporary folder beside the target, which is then renamed."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        obstacle = f"holds {sorted(os.listdir(folder))[0]}" if folder.is_dir() else "is a file"
-        raise SpecError(f"{folder} {obstacle}; give a new folder, or an empty one")
-    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{TEMPORARY}")
-    try:
-        temporary.mkdir(parents=True)
-        for name, data in files.items():
-            write_atomically(temporary / name, data)
-        os.rename(temporary, folder)  # fails if another process has created the folder meanwhile
-    except OSError as error:
-        raise OSError(f"{folder} cannot be written: {error.strerror or error}; give another place") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

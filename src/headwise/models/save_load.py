@@ -20,6 +20,7 @@ from ..files import sha256, write_atomically
 from ..model_spec import ModelSpec, ModelTable, ProcessorSpec, StackSpec
 from ..model_spec.components import TOKENIZER_FIELDS
 from ..model_spec.serialization import CHECKED_FILES, MANIFEST_FILE, TOKENIZER_FILE, WEIGHTS_FILE, ModelManifest
+from ..output_paths import FolderKind, check_output
 from .transformer import Transformer, build
 
 
@@ -71,14 +72,16 @@ def _check_tokenizer(spec: ModelSpec, document: str, where: str) -> None:
 # --- A model as a folder -------------------------------------------------------------------------------
 
 MODEL_CARD_FILE = "README.md"
+# A folder that a training run has begun to fill is one too; `headwise demo` keeps its first tour in "sample".
+MODEL_FOLDER = FolderKind("model or training run", (MANIFEST_FILE, "checkpoint", "metrics.jsonl", "sample"))
 
 
 def save(net: Transformer, folder: Path | str, *, tokenizer: str | None = None, readme: str = "") -> None:
     """Save a model to a folder, which is created if it is missing; `readme` is text for the model card.
 
     `net.usage` is saved with it; `tokenizer`, the JSON text of a `tokenizers.Tokenizer`, replaces the tokenizer in
-    `net.usage`. A model that was saved there before stays loadable until all new files are on disk, even if saving
-    fails half-way.
+    `net.usage`. A model that was saved there before is replaced. It stays loadable until all new files are on disk,
+    even if saving fails half-way. A folder with other files is refused.
 
     >>> import headwise as hw, tempfile
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -97,7 +100,7 @@ def save(net: Transformer, folder: Path | str, *, tokenizer: str | None = None, 
     usage = net.usage if tokenizer is None else replace(net.usage, tokenizer=tokenizer)
     check_processor(net.spec, usage)
     new |= {f"{name}.json": text.encode() for name in TOKENIZER_FIELDS if (text := getattr(usage, name)) is not None}
-    folder = Path(folder)
+    folder = check_output(folder, MODEL_FOLDER, "continue")
     _create_folder(folder)
     _back_up_files(folder)
     for name, data in new.items():

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ..files import write_atomically
+from ..output_paths import check_output
 from .seed_statistics import SIGNIFICANCE, VariantScore, bootstrap_mean, score_variants
 from .study_file import StudyTask
 from .study_plan import format_seconds
-from .study_runner import REPORT, CellResult, StudyResults
+from .study_runner import REPORT, STUDY_FOLDER, CellResult, StudyResults
 
 REPORT_FILE, TABLE_FILE, ENVIRONMENT_FILE = "report.md", "results.csv", "environment.json"
 MIN_SEEDS_TO_CLAIM = 3
@@ -296,7 +297,7 @@ def write_report(results: StudyResults, out: Path | str) -> StudyReport:
     """Write report.md, report.html and results.csv into the folder of a study; nothing is trained."""
     from .report_page import PAGE_FILE, render_page
 
-    folder = Path(out)
+    folder = check_output(out, STUDY_FOLDER, "continue")
     path = folder / ENVIRONMENT_FILE
     if not path.exists():
         write_atomically(path, json.dumps(describe_environment(), indent=1).encode() + b"\n")

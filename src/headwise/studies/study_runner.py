@@ -11,11 +11,13 @@ from typing import Any
 
 from ..errors import SpecError
 from ..files import FolderLock, write_atomically
+from ..output_paths import FolderKind, check_output
 from .cells import Cell, CellGrid
 from .process_engine import CellEngine, ProcessEngine, make_progress_line
 from .study_file import Study
 
 CELLS_FOLDER, RESULTS_FILE, TIMINGS_FILE, STUDY_FILE = "cells", "results.jsonl", "timings.jsonl", "study.json"
+STUDY_FOLDER = FolderKind("study", (STUDY_FILE,))
 TUNE, REPORT = "tune", "report"
 
 
@@ -74,7 +76,7 @@ def run_study(
 
     A cell that fails is recorded and stops nothing else. `only` selects cells, to run a part of the study.
     """
-    folder, grid = Path(out), CellGrid(study)
+    folder, grid = check_output(out, STUDY_FOLDER, "continue"), CellGrid(study)
     folder.mkdir(parents=True, exist_ok=True)
     with FolderLock(folder), engine or ProcessEngine() as engine:
         check_same_study(folder, study.name)

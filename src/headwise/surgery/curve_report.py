@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..files import write_atomically
+from ..head_analysis.head_figures import FIGURE_THEMES
 from ..head_analysis.importance_methods import SIGNIFICANCE_LEVEL
 from ..head_analysis.resampling import (
     CONFIDENCE,
@@ -29,6 +30,7 @@ from ..head_analysis.resampling import (
     ratio_of_sums,
     resampled_ratios,
 )
+from ..output_paths import Existing, FolderKind, stage_folder
 from .head_selection import RANDOM
 from .pruning_curves import ALL_PARTS, CurvePoint, CurveValue, PruningCurve, PruningCurves
 from .pruning_plan import HeadId
@@ -358,16 +360,26 @@ CURVES_JSON, CURVES_PAGE = "curves.json", "CURVES.md"
 VERDICT_SIGNS = {"more": "+", "fewer": "-"}
 
 
-def write_report(curves: PruningCurves, folder: Path) -> None:
-    """Write curves.json, CURVES.md and all figures to a folder, which is created if missing."""
+CURVES_FOLDER = FolderKind(
+    "report of pruning curves",
+    (CURVES_JSON,),
+    lambda folder: (
+        CURVES_JSON,
+        CURVES_PAGE,
+        *(f"*-{theme}.{suffix}" for theme in FIGURE_THEMES for suffix in ("svg", "png")),
+    ),
+)
+
+
+def write_report(curves: PruningCurves, folder: Path, existing: Existing = "refuse") -> None:
+    """Write curves.json, CURVES.md and all figures to a folder, which appears complete or not at all."""
     from .curve_figures import write_figures
 
-    folder.mkdir(parents=True, exist_ok=True)
-    figure_names = write_figures(curves, folder)
-    write_atomically(
-        folder / CURVES_JSON, (json.dumps(to_report_data(curves), indent=1, allow_nan=False) + "\n").encode()
-    )
-    write_atomically(folder / CURVES_PAGE, render_report(curves, figure_names).encode())
+    data = (json.dumps(to_report_data(curves), indent=1, allow_nan=False) + "\n").encode()
+    with stage_folder(folder, CURVES_FOLDER, existing) as staged:
+        figure_names = write_figures(curves, staged)
+        write_atomically(staged / CURVES_JSON, data)
+        write_atomically(staged / CURVES_PAGE, render_report(curves, figure_names).encode())
 
 
 def to_report_data(curves: PruningCurves) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from ..head_analysis.importance_methods import ImportanceOptions
 from ..head_analysis.objectives import Objective, choose_objective
 from ..model_spec import ModelSpec
 from ..models import Transformer
+from ..output_paths import FileKind, check_output
 from .attention_replacement import remove_heads
 from .pruning_plan import HeadId, HeadUnit, PruningPlan, count_heads, fingerprint_model, list_units
 from .verification.efficiency import TimingOptions, compare_speed
@@ -398,6 +399,7 @@ class PruneToBudget(HeadSelection):
 
 
 # Keys of state files of pruning to a budget, and names in their selection, from before they were renamed.
+STATE_FILE = FileKind("state of a pruning", (b"",))  # any file, because its content is read and checked first
 OLD_STATE_KEYS = {"asked": "selection", "gone": "removed_units"}
 OLD_STATE_NAMES = {
     "Until(": "PruneToBudget(",
@@ -509,7 +511,7 @@ class _BudgetSearch:
 
     def _load_state(self) -> None:
         path = self.selection.state_path
-        if path is None or not path.is_file():
+        if path is None or not check_output(path, STATE_FILE, "continue").is_file():
             return
         try:
             values = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))

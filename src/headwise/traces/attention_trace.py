@@ -186,11 +186,14 @@ class Trace:
             "skipped": dict(self.skipped),
         }
 
-    def save(self, path: Path | str) -> None:
-        """Write the trace to one file that opens without the model and without torch."""
+    def save(self, path: Path | str, *, overwrite: bool = False) -> None:
+        """Write the trace to one file that opens without the model and without torch.
+
+        `overwrite` replaces an earlier trace; anything else at this path is refused.
+        """
         from .trace_file import save_trace
 
-        save_trace(self, path)
+        save_trace(self, path, "overwrite" if overwrite else "refuse")
 
     def export_weights(
         self,
@@ -199,16 +202,18 @@ class Trace:
         sites: Iterable[str | int] = (),
         heads: Sequence[int] = (),
         min_weight: float = 0.0,
+        overwrite: bool = False,
     ) -> None:
         """Write the weights of these sites (default: all) in the format of the suffix: .csv, .json (pairs) or .npz.
 
         `heads` are the heads of each site (default: all). Pairs whose weight is below `min_weight` are omitted from
-        .csv and .json.
+        .csv and .json. `overwrite` replaces an earlier file of weights; anything else at this path is refused.
         """
         from .import_export import WeightSelection, export_weights
 
         layers = [self.get_layer(site) for site in sites] or self.layers
-        export_weights(self, path, WeightSelection(layers, heads, min_weight))
+        existing = "overwrite" if overwrite else "refuse"
+        export_weights(self, path, WeightSelection(layers, heads, min_weight), existing)
 
     def __str__(self) -> str:
         return format_trace(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -15,6 +16,7 @@ import numpy as np
 
 from ..errors import SpecError
 from ..files import write_atomically
+from ..output_paths import Existing, FileKind, check_output
 from .attention_record import Array, AttentionCallRecord, AttentionRecord, TokenRow
 from .attention_trace import Trace, make_token_rows, query_blocks
 
@@ -118,9 +120,13 @@ class WeightSelection(NamedTuple):
         ]
 
 
-def export_weights(trace: Trace, path: Path | str, selection: WeightSelection) -> None:
+NPZ_COMMENT = b"attention weights of headwise"  # of the zip archive; numpy ignores it
+WEIGHT_FILE = FileKind("file of attention weights", (",".join(EXPORT_COLUMNS).encode(), b'"weights": [', NPZ_COMMENT))
+
+
+def export_weights(trace: Trace, path: Path | str, selection: WeightSelection, existing: Existing = "refuse") -> None:
     """Write the selected weights in the format that the suffix of `path` names."""
-    path = Path(path)
+    path = check_output(path, WEIGHT_FILE, existing)
     write_atomically(path, encode_weights(trace, path.suffix, selection, path.name))
 
 
@@ -158,6 +164,8 @@ def _npz_pieces(trace: Trace, selection: WeightSelection) -> Iterator[bytes]:
     buffer = io.BytesIO()
     arrays = {layer.name: _layer_weights(trace, layer, selection.heads) for layer in selection.layers}
     np.savez_compressed(buffer, allow_pickle=False, **arrays)
+    with zipfile.ZipFile(buffer, "a") as archive:
+        archive.comment = NPZ_COMMENT
     yield buffer.getvalue()
 
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import SpecError
 from ..files import write_atomically
+from ..output_paths import Existing, FileKind, check_output
 from .attention_record import PACKING_FORMS, Array, AttentionCallRecord, AttentionRecord, PackedMask, TokenRow
 from .attention_trace import Trace
 
@@ -26,9 +27,12 @@ OLD_CALL_KEYS = {"asked": "first_query_row"}
 HEADER_LENGTH_BYTES = 8  # size of the field that stores the length of the header
 
 
-def save_trace(trace: Trace, path: Path | str) -> None:
+TRACE_FILE = FileKind("trace", (f'{{"__metadata__": {{"{DOCUMENT_KEY}": '.encode(),))
+
+
+def save_trace(trace: Trace, path: Path | str, existing: Existing = "refuse") -> None:
     """Write a trace atomically."""
-    write_atomically(path, encode_trace(trace))
+    write_atomically(check_output(path, TRACE_FILE, existing), encode_trace(trace))
 
 
 def encode_trace(trace: Trace) -> list[bytes | memoryview]:

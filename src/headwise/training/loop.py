@@ -24,6 +24,8 @@ from ..kernels.compilation import compile_when_called
 from ..model_spec import ModelSpec
 from ..model_spec.serialization import MANIFEST_FILE
 from ..models import Transformer, save
+from ..models.save_load import MODEL_FOLDER
+from ..output_paths import check_output
 from ..spec.serialization import format_toml
 from .loggers import JsonlLogger, MetricLogger, create_logger, format_duration
 from .recipe import Recipe
@@ -158,6 +160,7 @@ def train(
     if not str(out):
         raise SpecError("out= is missing; give the folder for the trained model, as in out='runs/first'")
     metric_loggers = [create_logger(logger) if isinstance(logger, str) else logger for logger in loggers]
+    check_output(out, MODEL_FOLDER, "continue")
     with join_process_group() as launch:
         setup = TrainingSetup.of(task, model_spec, Recipe() if recipe is None else recipe, Path(out), launch)
         return _run_training(setup, resume, [JsonlLogger(), *metric_loggers])

@@ -122,6 +122,9 @@ def render_html(data: Mapping[str, Any], title: str, assets: PageAssets | None =
     )
 
 
+TITLE_END = " · headwise"
+
+
 def make_title(name: str) -> str:
     """Title of the page; characters that cannot be printed are written as their code.
 
@@ -129,4 +132,4 @@ def make_title(name: str) -> str:
     ('dates · headwise', 'a\\\\u202eb · headwise')
     """
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
-    return f"{shown} · headwise"
+    return shown + TITLE_END

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..output_paths import stage_folder
 from .model_worker import JobProgress
 from .open_model import OpenModel
 from .surgery_arguments import (
@@ -221,7 +220,7 @@ class NewModel:
         from dataclasses import replace
 
         from ..hub.pretrained_models import load
-        from ..surgery.hf_export.model_folder import write_model_folder
+        from ..surgery.hf_export.model_folder import COMPRESSED_MODEL, write_model_folder
         from ..surgery.pruning_plan import fingerprint_model
         from ..surgery.verification.efficiency import TimingOptions
         from ..surgery.verification.proof import prove, write_proof
@@ -230,15 +229,15 @@ class NewModel:
         source = Path(self.opened.target) if self.opened.target else None
         record = dict(self.record) | {"model": fingerprint_model(self.before)}
         lines = {TEXTS_FILE: ("\n".join(texts.lines) + "\n").encode()}
-        with _removed_on_failure(self.folder):
-            written = write_model_folder(self.after, source, self.folder, record, extra_files=lines)
+        with stage_folder(self.folder, COMPRESSED_MODEL) as staged:
+            written = write_model_folder(self.after, source, staged, record, extra_files=lines)
             options = replace(
                 options,
-                exports={"headwise.load of the written folder": lambda: load(self.folder)},
+                exports={"headwise.load of the written folder": lambda: load(staged)},
                 timing=TimingOptions(seconds=TIMING_SECONDS),
             )
             proof = prove(self.before, self.after, texts.proof, options, log)
-            write_proof(proof, self.folder)
+            write_proof(proof, staged)
             log.progress.check()
         self.opened.other = str(self.folder)
         return describe_result(proof) | {
@@ -247,17 +246,6 @@ class NewModel:
             "sentence": written.summary,
             "files": [*written.files, "proof.json", "PROOF.md"],
         }
-
-
-@contextmanager
-def _removed_on_failure(folder: Path) -> Iterator[None]:
-    """Make the parent of a new folder, and delete the folder if the block does not end well."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def describe_result(proof: ModelProof) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 from ..errors import SpecError
 from ..files import write_atomically
+from ..output_paths import Existing, FileKind, FolderKind, check_output
 from ..traces import Trace, load_trace, trace_from_weights
 from . import bundled_sample
 from .export_answers import collect_answers
-from .html_export import render_html
+from .html_export import TITLE_END, render_html
 from .model_targets import Log, is_trace, load_target, read_pruned_heads
 from .open_model import OpenModel
 
@@ -98,13 +99,18 @@ def _open_sample(out: Path | None) -> OpenModel:
 # --- One HTML file --------------------------------------------------------------------------------------
 
 
+HTML_PAGE = FileKind("page", (f"{TITLE_END}</title>".encode(),))
+MODELS_FOLDER = FolderKind("folder of models", ("*",))  # any folder, because every model is a new folder inside
+
+
 def render_export(opened: OpenModel) -> str:
     """The page with everything that is open, as one HTML file."""
     return render_html(collect_answers(opened), opened.name)
 
 
-def write_export(opened: OpenModel, path: Path | str) -> None:
+def write_export(opened: OpenModel, path: Path | str, existing: Existing = "refuse") -> None:
     """Measure the heads of a model, unless that is done, and write the page to one HTML file."""
+    path = check_output(path, HTML_PAGE, existing)
     measure_heads_once(opened)
     write_atomically(path, render_export(opened).encode())
 
@@ -208,8 +214,12 @@ class View:
             self._html = render_export(self.opened)
         return self._html
 
-    def save(self, path: Path | str) -> None:
-        """Write the page to one HTML file, which opens in any browser without a network."""
+    def save(self, path: Path | str, *, overwrite: bool = False) -> None:
+        """Write the page to one HTML file, which opens in any browser without a network.
+
+        `overwrite` replaces an earlier page; anything else at this path is refused.
+        """
+        path = check_output(path, HTML_PAGE, "overwrite" if overwrite else "refuse")
         write_atomically(path, self.html.encode())
 
     def serve(self, *, port: int = 0, open_browser: bool = True) -> None:

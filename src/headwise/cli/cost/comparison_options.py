@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import SpecError, suggest
+from ..arguments import add_overwrite_argument, existing_mode
 from ..command_parser import TERMINAL_WIDTH, CommandParser, UsageError
 
 if TYPE_CHECKING:
@@ -297,9 +298,18 @@ def add_plot_arguments(parser: CommandParser) -> None:
     group.add_argument("--csv", action="store_true", help="print CSV with one line per spec instead of the table")
     group.add_argument("--plot", metavar="FILE", help="draw charts into a .svg, .png or .pdf file")
     expert = parser.add_expert_group("charts")
+    add_overwrite_argument(expert)
     expert.add_argument(
         "--plot-kind", metavar="KIND", help=f"{', '.join(PLOT_KINDS[1:])} or {PLOT_KINDS[0]} (default: {PLOT_KINDS[0]})"
     )
+
+
+def check_plot(args: argparse.Namespace) -> None:
+    """Refuse a file of --plot that may not be written, before anything is computed."""
+    from ...costs.cost_plots import check_plot_path
+
+    if args.plot is not None:
+        check_plot_path(args.plot, existing_mode(args))
 
 
 def make_plot_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, PlotView]:
@@ -311,7 +321,7 @@ def make_plot_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str,
     from ...costs.cost_plots import save_plot
 
     kind = args.plot_kind or PLOT_KINDS[0]
-    save_plot(with_unique_names(costs), args.plot, kind)
+    save_plot(with_unique_names(costs), args.plot, kind, overwrite=args.overwrite)
     return {"plot": PlotView(args.plot, kind)}
 
 

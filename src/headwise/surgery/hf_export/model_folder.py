@@ -24,6 +24,7 @@ from ...hub.pretrained_models import CONFIG_FILE
 from ...model_spec import ModelSpec, StackSpec, to_dict
 from ...model_spec.serialization import MANIFEST_FILE, RECORD_FILE, RECORD_FORMAT, SurgeryRecord
 from ...models import Transformer
+from ...output_paths import FolderKind, check_output
 from ...spec.attention_spec import AttentionSpec
 from . import resized_modules as resized
 from .load_check import LoadCheck, check_load
@@ -220,8 +221,7 @@ def write_model_folder(
     ...     )
     ours README.md heads.json headwise.toml model.safetensors
     """
-    folder = Path(folder).resolve()
-    check_folder_empty(folder)
+    folder = check_output(folder, COMPRESSED_MODEL).absolute()
     source_hashes = hash_source_files(source)
     fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
@@ -248,12 +248,17 @@ def write_model_folder(
     return WrittenFolder(kind, sentence, (*files, RECORD_FILE))
 
 
-def check_folder_empty(folder: Path | str) -> None:
-    """Raise SpecError if a folder is not empty; called before any work is done."""
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        reason = f"contains {sorted(os.listdir(folder))[0]}" if folder.is_dir() else "is a file"
-        raise SpecError(f"cannot write to {folder}: it {reason}. Give a new or empty folder")
+def _list_written_names(folder: Path) -> set[str]:
+    """Names that headwise wrote into a folder: those that its record lists, and reports; none without a record."""
+    try:
+        written = {Path(name).parts[0] for name in read_record(folder).files}
+    except SpecError:
+        return set()
+    return {*written, RECORD_FILE, *REPORT_FILES}
+
+
+REPORT_FILES = ("proof.json", "PROOF.md", "texts.txt")
+COMPRESSED_MODEL = FolderKind("pruned or converted model", (RECORD_FILE,), _list_written_names)
 
 
 def read_record(path_or_folder: Path | str) -> SurgeryRecord:

@@ -22,7 +22,9 @@ from ...generation.generate import generate
 from ...head_analysis.annotated_examples import Example
 from ...head_analysis.objectives import EvaluationInput, Objective, choose_objective, detect_head_objective
 from ...inspect.ablation import HeadRef
+from ...model_spec.serialization import MANIFEST_FILE, RECORD_FILE
 from ...models import Transformer
+from ...output_paths import FolderKind, check_output
 from .efficiency import CostComparison, SpeedComparison, TimingOptions, compare_cost, compare_speed
 from .model_comparison import (
     AgreementAccumulator,
@@ -271,11 +273,14 @@ class ModelProof:
         return replace_non_finite(values)
 
 
+PROOF_FOLDER = FolderKind("folder of a model", (PROOF_JSON, RECORD_FILE, MANIFEST_FILE, "config.json"))
+
+
 def write_proof(proof: ModelProof, folder: Path | str) -> tuple[Path, Path]:
     """Write proof.json and PROOF.md to a folder, which is created if missing; return both paths."""
     from .proof_report import render_proof
 
-    folder = Path(folder)
+    folder = check_output(folder, PROOF_FOLDER, "continue")
     folder.mkdir(parents=True, exist_ok=True)
     paths = folder / PROOF_JSON, folder / PROOF_PAGE
     write_atomically(paths[0], (json.dumps(proof.data, indent=1, allow_nan=False) + "\n").encode())

@@ -1,0 +1,410 @@
+"""What may be written: every writing command against devices, links, others' files, and its own earlier output."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import headwise as hw
+from headwise import cli, output_paths
+from headwise.errors import SpecError
+from headwise.output_paths import FileKind, FolderKind, check_output, stage_folder
+from headwise.traces.import_export import trace_from_weights
+from headwise.viewer.html_export import PageAssets, render_html
+
+REACHED = "the command got to its work"
+PASSES, EXISTS = "", "it exists; replace it with --overwrite"
+TEXT = FileKind("text", (b"ours",))
+REPORT = FolderKind("report", ("a",), lambda folder: ("a", "b*"))
+
+
+class Command(NamedTuple):
+    """A writing command. Its inputs do not exist, so that only a refusal of the output comes before that error.
+
+    - `argv`: its arguments; OUT is the output.
+    - `own`: writes an earlier output of this command to a path.
+    - `continues`: it adds to its earlier output without --overwrite.
+    """
+
+    argv: tuple[str, ...]
+    own: Callable[[Path], object]
+    is_folder: bool = True
+    continues: bool = False
+
+
+def file(name: str, content: bytes | str) -> Callable[[Path], object]:
+    """Writes a folder with one file."""
+
+    def write(path: Path) -> None:
+        path.mkdir()
+        (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return write
+
+
+def write_trace(path: Path) -> None:
+    trace_from_weights([[[[[1.0]]]]], ["a"]).save(path)
+
+
+def write_weights(suffix: str) -> Callable[[Path], object]:
+    def write(path: Path) -> None:
+        path.with_suffix("").mkdir()
+        made = path.with_suffix("") / f"a{suffix}"
+        trace_from_weights([[[[[1.0]]]]], ["a"]).export_weights(made)
+        made.rename(path)
+
+    return write
+
+
+def write_figure(path: Path) -> None:
+    from headwise.costs.cost_plots import save_plot
+
+    save_plot({cost.name: cost for cost in hw.cost(hw.design(preset="gqa"))}, path, "kv")
+
+
+PAGE = render_html({}, "dates", PageAssets("", ""))
+RECORD = json.dumps({"format": 1, "kind": "ours", "change": {}, "source": {}, "files": {}})
+TEXTS = ("--data", "nowhere.txt")
+COMMANDS = {
+    "trace --out": Command(("trace", "nowhere", "--text", "a", "--out", "OUT"), write_trace, is_folder=False),
+    "trace --export": Command(("trace", "no.trace", "--export", "OUT"), write_weights(".csv"), is_folder=False),
+    "view --export": Command(
+        ("view", "no where", "--export", "OUT"), lambda path: path.write_text(PAGE), is_folder=False
+    ),
+    "cost --plot": Command(("cost", "nowhere", "--plot", "OUT"), write_figure, is_folder=False),
+    "heads": Command(("heads", "nowhere", *TEXTS, "--out", "OUT"), file("heads.json", "{}")),
+    "heads of a trace": Command(
+        ("heads", "no.trace", "--draw", "L0H0", "--out", "OUT"), file("head-a-0-light.svg", "")
+    ),
+    "prune": Command(("prune", "nowhere", *TEXTS, "--keep", "0.5", "--out", "OUT"), file("heads.json", RECORD)),
+    "prune --sweep": Command(("prune", "nowhere", *TEXTS, "--sweep", "--out", "OUT"), file("curves.json", "{}")),
+    "convert": Command(("convert", "nowhere", *TEXTS, "--kv", "1", "--out", "OUT"), file("heads.json", RECORD)),
+    "train": Command(("train", "nowhere", "--out", "OUT"), file("metrics.jsonl", ""), continues=True),
+    "study": Command(("study", "STUDY", "--out", "OUT"), file("study.json", '{"study": "a"}'), continues=True),
+    "bench": Command(("bench", "attention_decode", "--out", "OUT"), file("bench.json", "{}")),
+    "demo": Command(("demo", "--out", "OUT"), file("headwise.toml", ""), continues=True),
+}
+SUFFIXES = {"view --export": ".html", "cost --plot": ".svg", "trace --export": ".csv"}
+STUDY = Path(__file__).parents[1] / "studies" / "variants.toml"
+
+
+@pytest.fixture
+def out(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return tmp_path / f"out{SUFFIXES.get(request.getfixturevalue('name'), '')}"
+
+
+@pytest.fixture(autouse=True)
+def no_work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands whose inputs exist end at their first piece of work."""
+    if "name" not in request.fixturenames:
+        return
+
+    def stop(*_: object, **__: object) -> None:
+        raise SpecError(REACHED)
+
+    for target in (
+        "headwise.bench.session.MachineLimits.of_this_machine",
+        "headwise.demo.sample_tour.run_sample_tour",
+        "headwise.studies.study_runner.run_study",
+    ):
+        monkeypatch.setattr(target, stop)
+
+
+def run(name: str, out: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """The error of a command, which ends in one line; "" if it is about the input, so that the output was accepted."""
+    words = {"OUT": str(out), "STUDY": str(STUDY)}
+    code = cli.main([*(words.get(word, word) for word in COMMANDS[name].argv), *options])
+    captured = capsys.readouterr()
+    assert (code, captured.out, captured.err.count("\n")) == (2, "", 1), captured.err
+    return captured.err if "cannot write to" in captured.err else ""
+
+
+def own(path: Path, command: Command) -> None:
+    command.own(path)
+
+
+def make_foreign_file(path: Path, command: Command) -> None:
+    path.write_text("mine")
+
+
+def make_foreign_folder(path: Path, command: Command) -> None:
+    path.mkdir()
+    (path / "thesis.txt").write_text("mine")
+
+
+def make_link(path: Path, command: Command) -> None:
+    target = path.with_name(f"target{path.suffix}")
+    command.own(target)
+    path.symlink_to(target)
+
+
+def make_pipe(path: Path, command: Command) -> None:
+    os.mkfifo(path)
+
+
+def make_own_with_a_foreign_file(path: Path, command: Command) -> None:
+    command.own(path)
+    if command.is_folder:
+        (path / "thesis.txt").write_text("mine")
+
+
+STATES: dict[str, Callable[[Path, Command], None]] = {
+    "link": make_link,
+    "pipe": make_pipe,
+    "foreign file": make_foreign_file,
+    "foreign folder": make_foreign_folder,
+}
+FACTS = {"link": "it is a symbolic link to", "pipe": "it is a pipe or socket", "foreign folder": "it "}
+
+
+def snapshot(path: Path) -> dict[str, object]:
+    """What lies in a folder: kinds, contents and targets."""
+    return {
+        name.relative_to(path).as_posix(): (
+            os.readlink(name) if name.is_symlink() else name.read_bytes() if name.is_file() else None
+        )
+        for name in sorted(path.rglob("*"))
+    }
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (name, options)
+        for name, command in COMMANDS.items()
+        for options in [(), *([] if command.continues else [("--overwrite",)])]
+    ],
+)
+def test_what_is_not_ours_stays(
+    name: str, state: str, options: tuple[str, ...], out: Path, capsys: pytest.CaptureFixture[str]
+):
+    command = COMMANDS[name]
+    STATES[state](out, command)
+    before = snapshot(out.parent)
+    message = run(name, out, capsys, *options)
+    assert FACTS.get(state, "it is a file") in message
+    assert f"; give the path of a new {'folder' if command.is_folder else 'file'}" in message
+    assert snapshot(out.parent) == before
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("view --export", "cost --plot")])
+def test_devices_stay(name: str, capsys: pytest.CaptureFixture[str]):
+    device = Path("/dev/null")
+    words = {"OUT": str(device), "STUDY": str(STUDY)}
+    assert cli.main([words.get(word, word) for word in COMMANDS[name].argv]) == 2
+    assert "cannot write to /dev/null: it is a device" in capsys.readouterr().err
+    assert device.is_char_device()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_earlier_output_is_replaced_on_request_only(name: str, out: Path, capsys: pytest.CaptureFixture[str]):
+    command = COMMANDS[name]
+    command.own(out)
+    message = run(name, out, capsys)
+    assert message == PASSES if command.continues else EXISTS in message
+    if not command.continues:
+        assert run(name, out, capsys, "--overwrite") == PASSES
+
+
+@pytest.mark.parametrize("name", ["heads", "heads of a trace", "prune", "prune --sweep", "convert"])
+def test_a_folder_with_files_of_the_user_is_not_replaced(name: str, out: Path, capsys: pytest.CaptureFixture[str]):
+    make_own_with_a_foreign_file(out, COMMANDS[name])
+    assert "it contains thesis.txt, which is not part of a" in run(name, out, capsys, "--overwrite")
+    assert (out / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_missing_parent(name: str, out: Path, capsys: pytest.CaptureFixture[str]):
+    """Folders are made with their parents; files need theirs, and none goes below a file."""
+    message = run(name, out.parent / "missing" / out.name, capsys)
+    assert message == PASSES if COMMANDS[name].is_folder else "missing does not exist; give" in message
+    (out.parent / "file").write_text("mine")
+    message = run(name, out.parent / "file" / out.name, capsys)
+    assert "file is not a folder; give" in message or "file does not exist; give" in message or "not a dir" in message
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if COMMANDS[name].is_folder])
+def test_an_empty_folder_may_be_filled(name: str, out: Path, capsys: pytest.CaptureFixture[str]):
+    out.mkdir()
+    assert run(name, out, capsys) == PASSES
+
+
+def test_every_command_with_an_output_is_in_the_table():
+    """A command that takes a path to write to, but is not tested above, fails here."""
+    source = {path.stem: path.read_text() for path in Path(inspect.getfile(cli)).parent.rglob("*.py")}
+    writing = {name for name, text in source.items() if '"--out"' in text or "add_overwrite_argument(" in text}
+    tested = {"trace", "view", "heads", "train", "study", "bench", "demo"}
+    assert writing == {*tested, "arguments", "compression_arguments", "comparison_options"}
+
+
+# --- Python functions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".npz"])
+def test_weights_are_replaced_by_weights_only(suffix: str, tmp_path: Path):
+    trace, path = trace_from_weights([[[[[1.0]]]]], ["a"]), tmp_path / f"a{suffix}"
+    trace.export_weights(path)
+    data = path.read_bytes()
+    with pytest.raises(SpecError, match=EXISTS):
+        trace.export_weights(path)
+    trace.export_weights(path, overwrite=True)
+    assert path.read_bytes() == data
+    path.write_bytes(b"mine")
+    with pytest.raises(SpecError, match="it is a file, but not a file of attention weights of headwise"):
+        trace.export_weights(path, overwrite=True)
+    assert path.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
+def test_figures_are_replaced_by_figures_only(suffix: str, tmp_path: Path):
+    from headwise.costs.cost_plots import save_plot
+
+    costs, path = {cost.name: cost for cost in hw.cost(hw.design(preset="gqa"))}, tmp_path / f"a{suffix}"
+    save_plot(costs, path, "kv")
+    data = path.read_bytes()
+    with pytest.raises(SpecError, match=EXISTS):
+        save_plot(costs, path, "kv")
+    save_plot(costs, path, "kv", overwrite=True)
+    assert path.read_bytes() == data
+    from matplotlib.figure import Figure
+
+    Figure().savefig(path)
+    with pytest.raises(SpecError, match="not a figure of headwise"):
+        save_plot(costs, path, "kv", overwrite=True)
+
+
+def test_other_functions_refuse_a_folder_of_others(tmp_path: Path):
+    from headwise.studies.study_report import write_report
+    from headwise.surgery.hf_export.model_folder import write_model_folder
+    from headwise.surgery.verification.proof import write_proof
+
+    net = hw.build(
+        hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5})
+    )
+    make_foreign_folder(tmp_path / "mine", COMMANDS["prune"])
+    before = snapshot(tmp_path)
+    nothing: object = None
+    writers: list[Callable[[Path], object]] = [
+        lambda folder: hw.save(net, folder),
+        lambda folder: hw.export(net, folder),
+        lambda folder: write_model_folder(net, None, folder, {}),
+        lambda folder: write_proof(nothing, folder),  # pyright: ignore[reportArgumentType] - it is not read
+        lambda folder: write_report(nothing, folder),  # pyright: ignore[reportArgumentType] - it is not read
+        lambda folder: hw.train(hw.data.make_task("copy"), out=folder),
+        lambda folder: hw.run_benchmarks("entmax", output_folder=folder),
+    ]
+    for write in writers:
+        with pytest.raises(SpecError, match=r"it contains thesis\.txt, and is not a"):
+            write(tmp_path / "mine")
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "x" * 5000])
+def test_what_is_no_path(path: str):
+    with pytest.raises(SpecError, match=r"cannot write to .*; give the path of a new file"):
+        check_output(path, TEXT)
+
+
+# --- folders that appear complete or not at all --------------------------------------------------------
+
+
+def test_a_staged_folder_replaces_the_old_one_whole(tmp_path: Path):
+    with stage_folder(tmp_path / "new", REPORT) as folder:
+        (folder / "a").write_text("1")
+        (folder / "b").write_text("1")
+    with stage_folder(tmp_path / "new", REPORT, "overwrite") as folder:
+        (folder / "a").write_text("2")
+        assert (tmp_path / "new" / "a").read_text() == "1"
+    assert snapshot(tmp_path) == {"new": None, "new/a": b"2"}
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_block_that_fails_leaves_the_old_folder(tmp_path: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch):
+    if not can_exchange:
+        monkeypatch.setattr(output_paths, "_exchange", lambda *_: False)
+    for text in "12":
+        with stage_folder(tmp_path / "new", REPORT, "overwrite") as folder:
+            (folder / "a").write_text(text)
+
+    def fail() -> None:
+        with stage_folder(tmp_path / "new", REPORT, "overwrite") as folder:
+            (folder / "a").write_text("3")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert snapshot(tmp_path) == {"new": None, "new/a": b"2"}
+
+
+def test_a_folder_that_others_fill_meanwhile_is_theirs(tmp_path: Path):
+
+    def write() -> None:
+        with stage_folder(tmp_path / "new", REPORT) as folder:
+            (folder / "a").write_text("1")
+            make_foreign_folder(tmp_path / "new", COMMANDS["heads"])
+
+    with pytest.raises(SpecError, match=r"it contains thesis\.txt"):
+        write()
+    assert snapshot(tmp_path) == {"new": None, "new/thesis.txt": b"mine"}
+
+
+def test_an_error_of_the_disk_names_the_folder_and_not_the_hidden_one(tmp_path: Path):
+    with pytest.raises(OSError, match=f"{tmp_path}/new/b") as caught, stage_folder(tmp_path / "new", REPORT) as folder:
+        (folder / "b" / "c").write_text("1")
+    assert ".tmp" not in str(caught.value)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from headwise.output_paths import FolderKind, stage_folder
+kind = FolderKind("report", ("a",), lambda folder: ("a", "b*"))
+print("started", flush=True)
+while True:
+    with stage_folder(sys.argv[1], kind, "overwrite") as folder:
+        for name in ("a", "b1", "b2", "b3"):
+            (folder / name).write_text(sys.argv[2] * 1000)
+"""
+
+
+def kill_writers(folder: Path, kills: int) -> None:
+    """Kill a process that replaces a folder again and again; each time the folder is whole, old or new."""
+    random_delays = random.Random(0)
+    for number in range(kills):
+        letter = "xyz"[number % 3]
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(folder), letter], stdout=subprocess.PIPE, env=os.environ
+        )
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        time.sleep(random_delays.uniform(0, 0.05))
+        writer.send_signal(signal.SIGKILL)
+        writer.communicate()
+        if folder.exists():
+            files = snapshot(folder)
+            assert sorted(files) == ["a", "b1", "b2", "b3"]
+            assert len({*files.values()}) == 1
+    with stage_folder(folder, REPORT, "overwrite") as staged:
+        (staged / "a").write_text("1")
+    assert snapshot(folder.parent) == {folder.name: None, f"{folder.name}/a": b"1"}
+
+
+def test_a_kill_leaves_the_old_or_the_new_folder(tmp_path: Path):
+    kill_writers(tmp_path / "out", 6)
+
+
+@pytest.mark.slow
+def test_many_kills_leave_the_old_or_the_new_folder(tmp_path: Path):
+    kill_writers(tmp_path / "out", 200)
