@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .inspect.adapters.output_projection import declare
     from .inspect.attention_sites import sites
     from .inspect.dataset_means import head_means, head_noise, head_outputs, offset_means
+    from .inspect.model_inputs import run_model
     from .inspect.trace_capture import Capture, trace
     from .interfaces.core_types import AuxLosses, CallSize, Probe
     from .masking.patterns import BigBird, Blocks, Causal, Dilated, Edges, First, Full, Global, Pattern, Prefix, Window
@@ -161,6 +162,7 @@ _MODULE_OF_NAME = {
     "head_outputs": "inspect.dataset_means",
     "offset_means": "inspect.dataset_means",
     "load": "hub",
+    "run_model": "inspect.model_inputs",
     "trace": "inspect.trace_capture",
     "Capture": "inspect.trace_capture",
     "Trace": "traces",

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..data.vocabulary import ByteVocabulary
 from ..errors import SpecError
+from ..inspect.model_tokenizer import BYTE_TOKENIZER, get_surrounding_ids
 from ..model_spec import ModelSpec, ProcessorSpec
 from ..model_spec.serialization import TOKENIZER_FILE
 from ..models import Transformer
@@ -80,22 +81,6 @@ def _read_tokenizer(folder: Path) -> dict[str, Any]:
     return fields | ({} if mask is None else {"mask": tokenizer.token_to_id(mask)})
 
 
-def get_surrounding_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ids that a tokenizer adds before and behind every text."""
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    words = tokenizer.get_vocab(with_added_tokens=False).keys() - {
-        added.content for added in tokenizer.get_added_tokens_decoder().values()
-    }
-    # Encode the shortest word of the vocabulary, because some tokenizers encode unknown words as nothing.
-    encoding = tokenizer.encode(min(words, key=lambda word: (not word.isalnum(), len(word), word), default=""))
-    text_positions = [position for position, special in enumerate(encoding.special_tokens_mask) if not special]
-    first, last = (
-        (text_positions[0], text_positions[-1] + 1) if text_positions else (len(encoding.ids), len(encoding.ids))
-    )
-    return tuple(encoding.ids[:first]), tuple(encoding.ids[last:])
-
-
 def _read_mask_token(folder: Path) -> str | None:
     for name in TOKENIZER_CONFIG_FILES:
         entry = read_json(folder / name).get("mask_token")
@@ -107,7 +92,6 @@ def _read_mask_token(folder: Path) -> str | None:
 
 # --- Attach a tokenizer to a model without one ------------------------------------------------------------
 
-BYTE_TOKENIZER = "bytes"
 NUM_BYTES = 256
 
 

@@ -139,15 +139,15 @@ _CHANGED_LAYOUT = (
 )
 
 
-def trace_example(model: nn.Module, example: Any) -> None:
-    """Run a model on an example, and store the layout of each module that computes attention."""
+def trace_example(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Run a model with these arguments, and store the layout of each module that computes attention."""
     if any(module.training for module in model.modules()):
         raise ValueError("the model is in train mode, where a run changes its state; call model.eval() first")
     example_trace = ExampleTrace()
     devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
     with torch.random.fork_rng(devices), torch.no_grad(), example_trace.tracing() as tracer:
         try:
-            _run_example(model, example)
+            model(*args, **kwargs)
         except Exception as error:  # the model may raise anything
             message = " ".join(str(error).split())[:200] or type(error).__name__
             raise ValueError(f"{type(model).__name__} cannot run on this example: {message}") from error
@@ -163,13 +163,6 @@ def trace_example(model: nn.Module, example: Any) -> None:
         ):
             example_trace.layouts[owners[-1]] = AttentionLayout(0, 0, 0, UNKNOWN_PATTERN, UNUSED_WEIGHTS)
     _LAYOUTS.update(example_trace.layouts)
-
-
-def _run_example(model: nn.Module, example: Any) -> None:
-    if isinstance(example, Mapping):
-        model(**example)
-    else:
-        model(*(example if isinstance(example, (tuple, list)) else [example]))
 
 
 @dataclass
