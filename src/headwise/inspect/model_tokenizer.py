@@ -76,10 +76,6 @@ def read_tokenizer(tokenizer: object) -> Tokenizer:
 
     >>> read_tokenizer("bytes").encode("né").ids
     [110, 195, 169]
-    >>> read_tokenizer(3)
-    Traceback (most recent call last):
-    headwise.errors.SpecError: tokenizer is of type int; give a tokenizer of transformers or tokenizers, a
-    tokenizer.json or its folder, or 'bytes'
     """
     if isinstance(tokenizer, str) and tokenizer == BYTE_TOKENIZER:
         return Tokenizer.from_str(ByteVocabulary().document)
