@@ -2,7 +2,7 @@
 
 A layer is described by an `AttentionSpec`, which `design` builds from a few arguments. From the spec follow the layer
 (`Attention`), its costs (`cost`), the backends that can run it (`why`) and its text form (`to_toml`). `build`, `train`
-and `generate` are for whole models; `load`, `sites`, `ablate` and `measure_heads` analyse trained ones; `prune`,
+and `generate` are for whole models; `load`, `sites`, `ablate`, `heads` and `importance` analyse trained ones; `prune`,
 `convert` and `uptrain` change them. Public names are imported when they are first used.
 
 >>> import headwise as hw
@@ -41,11 +41,13 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .head_analysis.head_redundancy import measure_redundancy
     from .head_analysis.random_baseline import make_random_baseline
     from .head_analysis.rank_analysis import measure_qk_spectra
+    from .head_analysis.text_analysis import heads, importance
     from .hub import export, load
     from .inspect.ablation import Noise, Resample, ablate, patch
     from .inspect.adapters.declarations import AttentionSite, declare
     from .inspect.attention_sites import sites
     from .inspect.dataset_means import head_means, head_noise, head_outputs, offset_means
+    from .inspect.model_inputs import run_model
     from .inspect.trace_capture import Capture, trace
     from .interfaces.core_types import AuxLosses, CallSize, Probe
     from .masking.patterns import BigBird, Blocks, Causal, Dilated, Edges, First, Full, Global, Pattern, Prefix, Window
@@ -165,12 +167,15 @@ _MODULE_OF_NAME = {
     "head_outputs": "inspect.dataset_means",
     "offset_means": "inspect.dataset_means",
     "load": "hub",
+    "run_model": "inspect.model_inputs",
     "trace": "inspect.trace_capture",
     "Capture": "inspect.trace_capture",
     "Trace": "traces",
     "ExampleReader": "head_analysis.annotated_examples",
     "Example": "head_analysis.annotated_examples",
     "measure_heads": "head_analysis.head_measurement",
+    "heads": "head_analysis.text_analysis",
+    "importance": "head_analysis.text_analysis",
     "classify_heads": "head_analysis.head_classes",
     "estimate_importance": "head_analysis.head_importance",
     "measure_redundancy": "head_analysis.head_redundancy",

@@ -254,8 +254,8 @@ def test_weights_are_recorded_without_scores():
     (lambda m: m, torch.full((1, 3), 67), {}, "ids beyond its vocabulary"),
     (lambda m: m, None, {"capture": hw.Capture(sites=(2,))}, "has no layer 2; its layers are 0..1"),
     (lambda m: m, None, {"capture": hw.Capture(sites=("decoder.0.cross",))}, "has no site"),
-    (lambda m: m, "a text", {}, "comes with no tokenizer.json"),
-    (lambda m: m, 3, {}, "give tensors, a dictionary of them, or a text"),
+    (lambda m: m, "a text", {}, "comes with no tokenizer; give tokenizer="),
+    (lambda m: m, 3, {}, "type int; give token ids or another tensor"),
     (lambda m: nn.Linear(2, 2).eval(), None, {}, "has no attention that headwise finds"),
     (lambda m: torch.compile(m), None, {}, "it is compiled"),
 ])  # fmt: skip

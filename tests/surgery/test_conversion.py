@@ -113,7 +113,7 @@ def test_collaborative_heads_of_full_width_keep_the_outputs():
 def test_routing_keeps_the_most_important_heads_open():
     net = with_random_biases(build_model(GPT2))
     texts = make_examples(net)
-    done = convert(net, ToMixtureOfHeads(1, 2), texts, ranking=HeadRanking("michel"))
+    done = convert(net, ToMixtureOfHeads(1, 2, HeadRanking("michel")), texts)
     close(model_output(done.after), model_output(net))
     found = hw.estimate_importance(net, texts, method="michel")
     first = [
@@ -123,7 +123,7 @@ def test_routing_keeps_the_most_important_heads_open():
         get_attention_parameters(done.after, f"decoder.{layer}.attention")["routed.slot"].tolist() for layer in (0, 1)
     ]
     assert [slot.index(0) for slot in slots] == first
-    one = convert(net, ToMixtureOfHeads(1, 1), texts, ranking=HeadRanking("michel")).after
+    one = convert(net, ToMixtureOfHeads(1, 1, HeadRanking("michel")), texts).after
     assert not torch.allclose(model_output(one), model_output(net), atol=1e-3)
 
 
@@ -143,7 +143,7 @@ def test_texts_are_read_as_often_as_sums_need_room(monkeypatch):
     [
         (4, "decoder.0.attention: cannot split 6 key-value heads into 4 equal groups. Use one of [1, 2, 3, 6]"),
         (0, "cannot split 6 key-value heads into 0 equal groups"),
-        (Pool(2, grouping="similar"), "cannot collect keys and values from 0 examples. Give at least 2"),
+        (Pool(2, grouping="similar"), "cannot collect keys and values from 0 texts. Give at least 2"),
         (ToCollaborative(0), "width"),
         ("2", "conversion='2' is no AttentionConversion; give a number of key-value heads"),
         (ToMixtureOfHeads(9, 1), "num_always_active must be between 0 and 6, the number of heads, got 9"),

@@ -21,13 +21,9 @@ def main(argv: list[str]) -> int:
     conversion = _parse_conversion(args)
     run = CompressionRun.from_args(args)
     from ..surgery.conversion import convert
-    from ..surgery.head_selection import HeadRanking
     from ..surgery.pruning_plan import fingerprint_model
 
-    ranking = HeadRanking(args.by, args.objective, seed=args.seed)
-    result = convert(
-        run.net, conversion, run.selection_examples, kind=args.where, ranking=ranking, log=run.report_progress
-    )
+    result = convert(run.net, conversion, run.selection_examples, kind=args.where, log=run.report_progress)
     model, retraining = run.retrain(result.after)
     equivalents: dict[str, Any] = {}
     if result.equivalent is not None:
@@ -82,7 +78,7 @@ def _parser() -> CommandParser:
 
 def _parse_conversion(args: argparse.Namespace) -> AttentionConversion:
     """Return the conversion that the options ask for."""
-    from ..surgery import Pool, ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
+    from ..surgery import HeadRanking, Pool, ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
 
     if (args.kv is None) == (args.to is None):
         raise UsageError(f"give exactly one target: --kv COUNT, or --to with one of {', '.join(CONVERSION_FORMS)}")
@@ -95,5 +91,6 @@ def _parse_conversion(args: argparse.Namespace) -> AttentionConversion:
     if match := re.fullmatch(r"collaborative=(\d+)", args.to):
         return ToCollaborative(int(match[1]))
     if match := re.fullmatch(r"routed=(\d+),(\d+)", args.to):
-        return ToMixtureOfHeads(int(match[1]), int(match[2]))
+        ranking = HeadRanking(args.by, args.objective, seed=args.seed)
+        return ToMixtureOfHeads(int(match[1]), int(match[2]), ranking)
     raise UsageError(f"--to {args.to} is not a known form; give one of {', '.join(CONVERSION_FORMS)}")

@@ -282,19 +282,16 @@ def _parse_head_pair(names: list[str]) -> list[tuple[str, int]]:
 
 
 def _measure_model(model: Any, *, examples: Sequence[Example], args: argparse.Namespace) -> HeadTable:
-    from ..head_analysis import literature_metrics
     from ..head_analysis.dependency_syntax import DependencyScores
-    from ..head_analysis.head_classes import classify_heads
-    from ..head_analysis.head_measurement import MeasureOptions, measure_heads
+    from ..head_analysis.head_measurement import MeasureOptions
+    from ..head_analysis.text_analysis import measure_and_classify
     from ..head_analysis.word_alignment import AlignmentScores
-    from ..inspect.trace_capture import get_model_name
 
     def report_progress(count: int) -> None:
         if sys.stderr.isatty():
             print(f"\r{count} of {len(examples)} texts", end="" if count < len(examples) else "\n", file=sys.stderr)
 
     options = MeasureOptions(num_resamples=args.resamples, seed=args.seed)
-    options = options._replace(metrics=(*options.metrics, *literature_metrics.metrics_for_criteria(args.criteria)))
     convention = "clark" if args.criteria == "clark" else "ours"
     has_links = args.align_files is not None or args.task is not None
     collectors = (
@@ -304,10 +301,9 @@ def _measure_model(model: Any, *, examples: Sequence[Example], args: argparse.Na
         if has_links
         else []
     )
-    table = measure_heads(
-        model, examples, options=options, collectors=collectors, name=get_model_name(model), progress=report_progress
+    return measure_and_classify(
+        model, examples, criteria=args.criteria, options=options, collectors=collectors, progress=report_progress
     )
-    return classify_heads(table, criteria=args.criteria)
 
 
 def _format_table(table: HeadTable, args: argparse.Namespace) -> str:

@@ -1,6 +1,7 @@
 """Analysis of attention heads: what each head attends to, how much it matters, and which heads are redundant.
 
 - Data: `annotated_examples` reads texts, parses and aligned pairs as examples with annotated tokens.
+- Entry points: `text_analysis` has `hw.heads` and `hw.importance`, which take any model and plain texts.
 - Measures: `head_measurement` runs a model over examples and returns a `head_table`. `attention_sinks` measures if the
   first token is a sink, `weight_bands` streams the attention weights, `head_metrics` and `literature_metrics` define
   the measures, `head_classes` names heads by them.

@@ -256,7 +256,8 @@ class ExampleReader:
             if _count_words_without_tokens(next(iter(streams.values())), num_words):
                 self.skipped["sentences skipped because some of their words have no token of their own"] += 1
                 return
-        self.examples.append(Example(inputs.kwargs, streams, tuple(dependencies), links))
+        arguments = inputs.args or inputs.kwargs  # a model that takes one dictionary is called with `args`
+        self.examples.append(Example(arguments, streams, tuple(dependencies), links))
 
     def add_task_examples(self, task: Task, limit: int, split: str = "valid") -> None:
         """Add examples of a task whose gold data aligns source and target tokens; each token counts as a word."""
@@ -331,8 +332,10 @@ class ExampleReader:
         return replace(inputs, kwargs=kwargs, token_rows={**inputs.token_rows, "text": rows})
 
 
-def examples_from_lines(model: nn.Module, lines: Iterable[str], limit: int | None = None) -> ExampleReader:
-    """Read one text per line; a tab separates a source from its target.
+def examples_from_lines(
+    model: nn.Module, lines: Iterable[str | tuple[str, str]], limit: int | None = None
+) -> ExampleReader:
+    """Read one text per line; a tab separates a source from its target. A line may also be a pair (source, target).
 
     Lines longer than the model takes are split at spaces.
     """
@@ -340,7 +343,7 @@ def examples_from_lines(model: nn.Module, lines: Iterable[str], limit: int | Non
     for line in lines:
         if limit is not None and len(reader.examples) >= limit:
             break
-        source, _, target = line.partition("\t")
+        source, _, target = line.partition("\t") if isinstance(line, str) else (line[0], "", line[1])
         pieces = [source] if target or is_encoder_decoder(model) else list(_split_text(model, source))
         if len(pieces) > 1:
             reader.skipped["lines split because they are longer than the model takes"] += 1

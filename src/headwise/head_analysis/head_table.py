@@ -6,8 +6,8 @@ import csv
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 CSV_COLUMNS = (
@@ -88,6 +88,15 @@ class HeadTable:
     texts: str
     heads: tuple[HeadMeasures, ...]
     notes: tuple[str, ...] = field(default=())
+
+    def with_notes(self, notes: Sequence[str]) -> HeadTable:
+        """Return the table with more notes."""
+        return replace(self, notes=(*self.notes, *notes))
+
+    def __str__(self) -> str:
+        from .head_figures import format_head_table
+
+        return format_head_table(self)
 
     def head(self, site: str, number: int) -> HeadMeasures:
         """Return head `number` of the site named `site`; raise ValueError if the table has none."""

@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -286,6 +286,10 @@ class ImportanceResult:
     texts: int
     heads: tuple[HeadImportance, ...]
     notes: tuple[str, ...] = ()
+
+    def with_notes(self, notes: Sequence[str]) -> ImportanceResult:
+        """Return the result with more notes."""
+        return replace(self, notes=(*self.notes, *notes))
 
     def head(self, site: str, number: int) -> HeadImportance:
         """Return head `number` of the site named `site`; raise ValueError if it was not rated."""

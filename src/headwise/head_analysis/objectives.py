@@ -9,7 +9,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +19,9 @@ from torch import Tensor, nn
 
 from ..data import IGNORE_INDEX
 from ..errors import suggest
+from ..inspect.forward_arguments import find_ids_argument
 from ..inspect.model_inputs import ModelInputs, is_encoder_decoder, prepare_inputs
-from ..model_spec.serialization import TOKENIZER_FILE
+from ..inspect.model_tokenizer import find_tokenizer
 from ..models import Transformer
 from .annotated_examples import LABELS_INPUT, Example
 
@@ -66,22 +66,16 @@ def _native_head_objective(net: Transformer) -> str:
     return {"decoder": "next-token", "encoder-decoder": "translation", "encoder": "masked-token"}.get(kind, "label")
 
 
-def get_ids_argument(model: nn.Module) -> str:
-    """Name of the model's argument for token ids."""
-    return "x" if isinstance(model, Transformer) else str(getattr(model, "main_input_name", "input_ids"))
-
-
 def find_mask_id(model: nn.Module) -> int | None:
     """Id of the mask token, from the model's usage or its tokenizer; None if there is none."""
     if isinstance(model, Transformer):
         if model.usage.mask is not None or model.usage.tokenizer is None:
             return model.usage.mask
-        tokenizer = Tokenizer.from_str(model.usage.tokenizer)
+        tokenizer: Tokenizer | None = Tokenizer.from_str(model.usage.tokenizer)
     else:
-        path = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")) / TOKENIZER_FILE
-        if not path.is_file():
+        tokenizer = find_tokenizer(model)
+        if tokenizer is None:
             return None
-        tokenizer = Tokenizer.from_file(str(path))
     return next((mask_id for mask in MASK_TOKENS if (mask_id := tokenizer.token_to_id(mask)) is not None), None)
 
 
@@ -212,7 +206,7 @@ class MaskedTokenLoss(Objective):
         labels[positions] = ids[positions]
         mask_id = find_mask_id(model) if self.mask_id is None else self.mask_id
         assert mask_id is not None
-        name = get_ids_argument(model)
+        name = find_ids_argument(model)
         masked_ids = inputs.kwargs[name].clone()
         masked_ids[0, positions.to(masked_ids.device)] = mask_id
         return EvaluationInput(replace(inputs, kwargs={**inputs.kwargs, name: masked_ids}), labels)

@@ -19,13 +19,14 @@ from ..families import get_weight_names, read_model_spec as described_by, write_
 from ..families.weight_names import CheckpointPlan
 from ..files import sha256, write_atomically
 from ..inspect.attention_sites import compiled_part_reason, unhookable_reason, unprunable_reason
+from ..inspect.model_tokenizer import get_surrounding_ids
 from ..model_spec import ProcessorSpec
 from ..model_spec.serialization import MANIFEST_FILE, RECORD_FILE, TOKENIZER_FILE, SurgeryRecord, find_record
 from ..models import Transformer
 from ..output_paths import FolderKind, stage_folder
 from . import llama2c
 from .checkpoint_weights import DTYPES, INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder, TensorInfo, build_from_weights
-from .tokenizer_files import CONFIG_FILE, TOKENIZER_CONFIG_FILES, get_surrounding_ids, read_processor
+from .tokenizer_files import CONFIG_FILE, TOKENIZER_CONFIG_FILES, read_processor
 
 # --- Import --------------------------------------------------------------------------------------------
 

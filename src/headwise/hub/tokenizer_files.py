@@ -13,6 +13,14 @@ from torch import nn
 
 from ..data.vocabulary import ByteVocabulary
 from ..errors import SpecError
+from ..inspect.model_tokenizer import (
+    BYTE_TOKENIZER,
+    TOKENIZER_REMEDY,
+    find_tokenizer,
+    get_surrounding_ids,
+    read_tokenizer,
+    replace_tokenizer,
+)
 from ..model_spec import ModelSpec, ProcessorSpec
 from ..model_spec.serialization import TOKENIZER_FILE
 from ..models import Transformer
@@ -26,17 +34,49 @@ TOKENIZER_CONFIG_FILES = ("special_tokens_map.json", "tokenizer_config.json")  #
 def read_processor(folder: Path, model_spec: ModelSpec) -> ProcessorSpec:
     """Processor spec of a folder. Special tokens in texts are parsed as such, as in transformers."""
     config = read_json(folder / CONFIG_FILE) | read_json(folder / GENERATION_FILE)
-    vocab_size = max((stack.embedding.tokens for stack in model_spec.stacks if stack.embedding), default=0)
-    fields: dict[str, Any] = {"specials": "read", "end": _read_ids(folder, config, "eos_token_id", vocab_size)}
-    if len(model_spec.stacks) > 1:
-        fields["begin"] = _read_ids(folder, config, "decoder_start_token_id", vocab_size)
-    if model_spec.heads and model_spec.heads[0].name == "classes":
-        fields["labels"] = _read_labels(config)
+    fields = _read_config_fields(folder, config, model_spec)
     if (folder / TOKENIZER_FILE).is_file():
         fields |= _read_tokenizer(folder)
     usage = ProcessorSpec(**fields)
     check_processor(model_spec, usage, f"{folder}/")
     return usage
+
+
+def _read_config_fields(where: Path, config: Mapping[str, Any], model_spec: ModelSpec) -> dict[str, Any]:
+    """Special ids and class names in a config."""
+    vocab_size = max((stack.embedding.tokens for stack in model_spec.stacks if stack.embedding), default=0)
+    fields: dict[str, Any] = {"specials": "read", "end": _read_ids(where, config, "eos_token_id", vocab_size)}
+    if len(model_spec.stacks) > 1:
+        fields["begin"] = _read_ids(where, config, "decoder_start_token_id", vocab_size)
+    if model_spec.heads and model_spec.heads[0].name == "classes":
+        fields["labels"] = _read_labels(config)
+    return fields
+
+
+def read_live_processor(
+    model: nn.Module, model_spec: ModelSpec, tokenizer: object = None, needed: str = "if it fits"
+) -> ProcessorSpec:
+    """Processor spec of a transformers model in memory, with the given tokenizer or the one beside its weights.
+
+    `needed` is "required", which raises if there is no tokenizer that fits the model, or "if it fits".
+    """
+    name, config = Path(type(model).__name__), dict[str, Any]()
+    for source in (getattr(model, "config", None), getattr(model, "generation_config", None)):
+        as_dict = getattr(source, "to_dict", None)
+        config |= {} if as_dict is None else {key: value for key, value in as_dict().items() if value is not None}
+    usage = ProcessorSpec(**_read_config_fields(name, config, model_spec))
+    check_processor(model_spec, usage)
+    fast = find_tokenizer(model) if tokenizer is None else read_tokenizer(tokenizer)
+    if fast is None and needed == "required":
+        raise SpecError(f"{name} comes with no tokenizer; {TOKENIZER_REMEDY}")
+    if fast is None:
+        return usage
+    try:
+        return replace_tokenizer(model_spec, usage, fast)
+    except SpecError:
+        if needed == "required":
+            raise
+        return usage
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -80,22 +120,6 @@ def _read_tokenizer(folder: Path) -> dict[str, Any]:
     return fields | ({} if mask is None else {"mask": tokenizer.token_to_id(mask)})
 
 
-def get_surrounding_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ids that a tokenizer adds before and behind every text."""
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    words = tokenizer.get_vocab(with_added_tokens=False).keys() - {
-        added.content for added in tokenizer.get_added_tokens_decoder().values()
-    }
-    # Encode the shortest word of the vocabulary, because some tokenizers encode unknown words as nothing.
-    encoding = tokenizer.encode(min(words, key=lambda word: (not word.isalnum(), len(word), word), default=""))
-    text_positions = [position for position, special in enumerate(encoding.special_tokens_mask) if not special]
-    first, last = (
-        (text_positions[0], text_positions[-1] + 1) if text_positions else (len(encoding.ids), len(encoding.ids))
-    )
-    return tuple(encoding.ids[:first]), tuple(encoding.ids[last:])
-
-
 def _read_mask_token(folder: Path) -> str | None:
     for name in TOKENIZER_CONFIG_FILES:
         entry = read_json(folder / name).get("mask_token")
@@ -107,7 +131,6 @@ def _read_mask_token(folder: Path) -> str | None:
 
 # --- Attach a tokenizer to a model without one ------------------------------------------------------------
 
-BYTE_TOKENIZER = "bytes"
 NUM_BYTES = 256
 
 

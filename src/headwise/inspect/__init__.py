@@ -9,5 +9,6 @@ In reading order:
 - `ablation`: scale, zero or replace the outputs of heads.
 - `dataset_means`: means of head outputs and of attention weights over data, for mean ablation.
 - `trace_capture`: record a run as a trace (`headwise.traces`).
-- `model_inputs`: turn texts, tensors or dictionaries into the inputs of any model.
+- `model_inputs`: turn texts, tensors or dictionaries into the inputs of any model, and run it on them.
+  `forward_arguments` finds the names of its arguments, `model_tokenizer` its tokenizer.
 """

@@ -21,7 +21,9 @@ from .adapters.example_run import TracedAdapter, UnclearTraceAdapter, trace_exam
 from .adapters.native_attention import HeadwiseAdapter, TorchMHAAdapter
 from .adapters.output_projection import UNKNOWN_STACK, OutputProjectionAdapter, is_within, read_positive_int
 from .adapters.transformers_interface import TransformersAdapter
+from .forward_arguments import check_is_module
 from .hooks import SiteModule
+from .model_inputs import prepare_inputs
 from .site import POSSIBLE, Ability, Site, Sites
 
 # --- Modules that run at several depths: one site per depth, distinguished by the order of calls ----------
@@ -325,11 +327,12 @@ ADAPTERS = (
 )  # in order of precedence: the first adapter that finds a module is used
 
 
-def sites(model: nn.Module, example: Any = None) -> Sites:
+def sites(model: nn.Module, example: Any = None, *, tokenizer: object = None) -> Sites:
     """List the attention layers of a model, and what can be done to each.
 
-    With an `example` (a tensor, or a tuple or dict of the model's arguments) the model runs on it once, and modules
-    that are seen to compute attention during this run are sites too.
+    With an `example` (ids or another tensor, a tuple or mapping of the model's arguments, or a text) the model runs on
+    it once, and modules that are seen to compute attention during this run are sites too. `tokenizer` encodes a text
+    (default: that of the model).
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -341,22 +344,17 @@ def sites(model: nn.Module, example: Any = None) -> Sites:
     ['decoder.0.attention']
     """
     if example is not None:
-        if reason := unhookable_reason(_check_model(model), [model]):
+        if reason := unhookable_reason(check_is_module(model), [model]):
             raise ValueError(f"{type(model).__name__} cannot be traced on an example: {reason}")
-        trace_example(model, example)
+        inputs = prepare_inputs(model, example, 0, tokenizer)
+        trace_example(model, inputs.args, inputs.kwargs)
     found = [site_module.site for site_module in find_attention(model)]
     return Sites(found, type(model).__name__, find_layers_without_attention(model, found))
 
 
-def _check_model(model: nn.Module) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model is of type {type(model).__name__}; give an nn.Module, or hw.load(folder)")
-    return model
-
-
 def find_attention(model: nn.Module) -> list[SiteModule]:
     """Find the attention layers of a model with their modules and adapters; each site gets a unique name."""
-    _check_model(model)
+    check_is_module(model)
     found: list[SiteModule] = []
     for adapter in ADAPTERS:
         paths = [site_module.site.path for site_module in found]

@@ -16,6 +16,7 @@ from ..masking.sequence_info import SequenceInfo
 from .ablation import ALL_HEADS, HeadCall, HeadPatch, HeadRef, Noise, PatchFunction, check_shape, group_by_site
 from .attention_sites import find_attention
 from .hooks import AttentionCall, HeadValues, hook_sites
+from .model_inputs import INPUT_KINDS, ModelInputs, prepare_inputs
 
 TokenMasks = Mapping[str, Tensor]  # stack -> mask [B, T] of the tokens that count (missing: all)
 
@@ -58,9 +59,10 @@ def observe_dataset(
     batches: Iterable[Any],
     heads: Iterable[HeadRef] | None,
     make_observer: Callable[[str, tuple[int, ...]], Observer],
+    tokenizer: object = None,
 ) -> list[Observer]:
     """Run the model over all batches with observers at these heads (default: all); returns one observer per site."""
-    site_modules = find_attention(model)
+    site_modules, batches = find_attention(model), _list_batches(batches)
     heads_by_site = group_by_site(
         model,
         site_modules,
@@ -82,11 +84,12 @@ def observe_dataset(
     with torch.no_grad(), hook_sites(model, site_modules, observers) as hooks:
         for batch in batches:
             has_batches = True
-            inputs, given_masks = batch if isinstance(batch, tuple) and len(batch) == 2 else (batch, None)
-            masks = _padding_masks(inputs, stacks) if given_masks is None else _read_masks(given_masks, stacks)
+            inputs, given_masks = batch if _has_mask(batch) else (batch, None)
+            arguments = prepare_inputs(model, inputs, 0, tokenizer)
+            masks = _padding_masks(arguments, stacks) if given_masks is None else _read_masks(given_masks, stacks)
             for name, observer in observers.items():
                 observer.token_mask = masks.get(sites[name].stack)
-            _run_model(model, inputs)
+            model(*arguments.args, **arguments.kwargs)
     hooks.check_all_ran()
     if not has_batches:
         raise ValueError("no batches given; give at least one")
@@ -98,17 +101,23 @@ def _check_batches(model: nn.Module, batches: object, heads_by_site: Mapping[str
         raise ValueError("no heads are named; give some, or leave heads out for all")
     if any(module.training for module in model.modules()):
         raise ValueError(f"{type(model).__name__} is in train mode, where dropout changes head outputs; call .eval()")
-    if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
-        raise ValueError(f"batches are of type {type(batches).__name__}; give several, or one as [batch]")
+    if not isinstance(batches, Iterable):
+        raise ValueError(f"batches are of type {type(batches).__name__}; give {INPUT_KINDS}, or a list of these")
 
 
-def _run_model(model: nn.Module, inputs: Any) -> None:
-    if isinstance(inputs, Mapping):
-        model(**inputs)
-    elif isinstance(inputs, Tensor):
-        model(inputs)
-    else:
-        raise ValueError(f"a batch is of type {type(inputs).__name__}; give a tensor, or a mapping of arguments")
+def _list_batches(batches: Any) -> Any:
+    """One input as a list of one batch; several batches unchanged."""
+    is_single = isinstance(batches, (Tensor, Mapping, str)) or (
+        isinstance(batches, tuple) and bool(batches) and isinstance(batches[0], Tensor)
+    )
+    return [batches] if is_single else batches
+
+
+def _has_mask(batch: Any) -> bool:
+    """Whether a batch is a pair of inputs and a mask, and not a tuple of arguments or texts."""
+    if not isinstance(batch, tuple) or len(batch) != 2 or isinstance(batch[1], str):
+        return False
+    return not isinstance(batch[1], Tensor) or batch[1].dtype == torch.bool
 
 
 def _read_masks(given: object, stacks: set[str]) -> TokenMasks:
@@ -124,11 +133,10 @@ def _read_masks(given: object, stacks: set[str]) -> TokenMasks:
     return masks
 
 
-def _padding_masks(inputs: object, stacks: set[str]) -> TokenMasks:
+def _padding_masks(inputs: ModelInputs, stacks: set[str]) -> TokenMasks:
     """Padding masks from the batch itself; raises if it is unclear to which stack a mask belongs."""
-    if not isinstance(inputs, Mapping):
-        return {}
-    given = inputs.get("attention_mask", inputs.get("sequence"))
+    named = next((value for value in inputs.args[:1] if isinstance(value, Mapping)), inputs.kwargs)
+    given = named.get("attention_mask", named.get("sequence"))
     mask = given.is_real if isinstance(given, SequenceInfo) else given
     if not isinstance(mask, Tensor) or bool((mask == 1).all()):
         return {}
@@ -146,13 +154,20 @@ MEAN_KINDS = ("overall", "position")
 
 
 def head_means(
-    model: nn.Module, batches: Iterable[Any], heads: Iterable[HeadRef] | None = None, *, kind: str = "overall"
+    model: nn.Module,
+    batches: Any,
+    heads: Iterable[HeadRef] | None = None,
+    *,
+    kind: str = "overall",
+    tokenizer: object = None,
 ) -> dict[HeadRef, Tensor]:
     """Mean output of each head over the tokens of a data set, float64 [head_dim], or by position [1, T, head_dim].
 
-    A batch is a tensor or a mapping of the model's arguments; or a pair of these and a mask [B, T] of the tokens that
-    count, or a mapping of stack names to masks. Without a mask, tokens hidden by an `attention_mask`, or padding in a
-    headwise `sequence`, do not count. kind="position" averages each column and needs rows padded on the right.
+    `batches` is one input, or a list of inputs: ids or another tensor, a tuple or mapping of the model's arguments, or
+    a text, which `tokenizer` encodes (default: that of the model). A batch may also be a pair of such an input and a
+    mask [B, T] of the tokens that count, or a mapping of stack names to masks. Without a mask, tokens hidden by an
+    `attention_mask`, or padding in a headwise `sequence`, do not count. kind="position" averages each column and needs
+    rows padded on the right.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -169,7 +184,7 @@ def head_means(
     """
     if kind not in MEAN_KINDS:
         raise ValueError(f'kind={kind!r} is unknown; give "overall" or "position"')
-    observers = observe_dataset(model, batches, heads, partial(OutputMoments, kind=kind))
+    observers = observe_dataset(model, batches, heads, partial(OutputMoments, kind=kind), tokenizer)
     return {
         (moments.site, head): moments.mean[..., n, :]
         for moments in observers
@@ -178,7 +193,12 @@ def head_means(
 
 
 def head_noise(
-    model: nn.Module, batches: Iterable[Any], heads: Iterable[HeadRef] | None = None, *, seed: int = 0
+    model: nn.Module,
+    batches: Any,
+    heads: Iterable[HeadRef] | None = None,
+    *,
+    seed: int = 0,
+    tokenizer: object = None,
 ) -> dict[HeadRef, Noise]:
     """Noise with the mean and standard deviation of each head's outputs over a data set. Batches as in `head_means`.
 
@@ -193,7 +213,7 @@ def head_noise(
     ...     _ = net(torch.tensor([[3]]))
     """
     Noise(seed)  # raises if the seed is invalid
-    observers = observe_dataset(model, batches, heads, OutputMoments)
+    observers = observe_dataset(model, batches, heads, OutputMoments, tokenizer)
     return {
         (moments.site, head): Noise(seed, moments.mean[n], moments.std[n])
         for moments in observers
@@ -201,8 +221,12 @@ def head_noise(
     }
 
 
-def head_outputs(model: nn.Module, inputs: Any, heads: Iterable[HeadRef] | None = None) -> dict[HeadRef, Tensor]:
+def head_outputs(
+    model: nn.Module, inputs: Any, heads: Iterable[HeadRef] | None = None, *, tokenizer: object = None
+) -> dict[HeadRef, Tensor]:
     """Outputs of each head for one input, [B, T, head_dim], before the output projection.
+
+    Inputs and `tokenizer` as in `run_model`.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -215,7 +239,7 @@ def head_outputs(model: nn.Module, inputs: Any, heads: Iterable[HeadRef] | None 
     >>> with hw.patch(net, other):
     ...     _ = net(torch.tensor([[1, 5, 9]]))
     """
-    recorders = observe_dataset(model, [(inputs, {})], heads, OutputRecorder)
+    recorders = observe_dataset(model, [(inputs, {})], heads, OutputRecorder, tokenizer)
     return {(recorder.site, head): output for recorder in recorders for head, output in recorder.outputs.items()}
 
 
@@ -355,7 +379,7 @@ class OffsetWeights(HeadPatch):
 
 
 def offset_means(
-    model: nn.Module, batches: Iterable[Any], heads: Iterable[HeadRef] | None = None
+    model: nn.Module, batches: Any, heads: Iterable[HeadRef] | None = None, *, tokenizer: object = None
 ) -> dict[HeadRef, OffsetWeights]:
     """Mean attention weight of each head at each offset (query minus key) over a data set, for `hw.patch`.
 
@@ -378,7 +402,7 @@ def offset_means(
     """
     return {
         (observer.site, head): OffsetWeights(*observer.mean_weights(head))
-        for observer in observe_dataset(model, batches, heads, OffsetObserver)
+        for observer in observe_dataset(model, batches, heads, OffsetObserver, tokenizer)
         for head in observer.head_indices
     }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +12,19 @@ from torch import Tensor, nn
 
 from ..errors import SequenceTooLong, SpecError
 from ..generation import ModelTokenizer, encode_text, get_decoder_start_ids, load_tokenizers, max_positions, pad_left
-from ..model_spec.serialization import TOKENIZER_FILE
 from ..models import Transformer
 from ..traces import TokenRow
+from .forward_arguments import (
+    DECODER_IDS,
+    IDS,
+    bind_arguments,
+    check_is_module,
+    find_ids_argument,
+    list_arguments,
+    takes_mapping,
+    to_named_tensors,
+)
+from .model_tokenizer import TOKENIZER_REMEDY, find_tokenizer, use_tokenizer
 from .site import Site
 
 # Arguments of transformers models that add no tokens to those of the ids.
@@ -32,6 +41,7 @@ NON_TOKEN_INPUTS = frozenset(
     }
 )
 MAX_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_target_positions")
+INPUT_KINDS = "token ids or another tensor, a tuple of arguments, a mapping of named tensors, a text or a list of texts"
 PAD_ID = -1  # id of a padding token in a token row
 TokenDecoder = Callable[[int], str]
 
@@ -67,51 +77,65 @@ class ModelInputs:
         return tuple(rows)
 
 
-def prepare_inputs(model: nn.Module, inputs: Any, max_new_tokens: int) -> ModelInputs:
-    """Prepare any supported form of inputs; checks lengths where the model does not."""
-    is_headwise = isinstance(model, Transformer)
-    texts = [inputs] if isinstance(inputs, str) else list(inputs) if _is_texts(inputs) else None
-    if texts is not None:
-        return (
-            _from_texts_headwise(model, texts, max_new_tokens)
-            if isinstance(model, Transformer)
-            else _from_texts_transformers(model, texts, max_new_tokens)
-        )
-    if isinstance(inputs, Mapping) and inputs and all(isinstance(value, str) for value in inputs.values()):
-        return _from_source_and_text(model, dict(inputs))
+def prepare_inputs(model: nn.Module, inputs: Any, max_new_tokens: int = 0, tokenizer: object = None) -> ModelInputs:
+    """Return the arguments of a model call from any form of inputs; checks lengths where the model does not.
+
+    The forms: token ids or another tensor; a tuple of positional arguments; a mapping of named tensors, such as the
+    output of a tokenizer; a text, or several that become the rows of one batch; {"source": ..., "text": ...} with two
+    texts for an encoder-decoder model. The ids get the name that the model gives them, such as "idx" or "x".
+    `tokenizer` encodes texts (default: that of the model).
+    """
+    check_is_module(model)
+    if tokenizer is not None:
+        with use_tokenizer(model, tokenizer) as reader:
+            return prepare_inputs(reader, inputs, max_new_tokens)
+    if isinstance(inputs, str) or _is_texts(inputs):
+        texts = [inputs] if isinstance(inputs, str) else list(inputs)
+        if isinstance(model, Transformer):
+            return _from_texts_headwise(model, texts, max_new_tokens)
+        return _from_texts_transformers(model, texts, max_new_tokens)
     if isinstance(inputs, Mapping):
-        names = dict(inputs)
-        return _from_tensors(
-            model, names, ("x", "source") if is_headwise else ("input_ids", "decoder_input_ids"), max_new_tokens
-        )
+        if inputs and all(isinstance(value, str) for value in inputs.values()):
+            return _from_source_and_text(model, dict(inputs))
+        return _from_tensors(model, to_named_tensors(model, inputs), max_new_tokens)
     if isinstance(inputs, Tensor) and _is_ids(inputs):
-        return _from_tensors(
-            model,
-            {"x" if is_headwise else _ids_argument(model): inputs},
-            ("x", "source") if is_headwise else None,
-            max_new_tokens,
-        )
+        named = {IDS: inputs, "attention_mask": torch.ones_like(inputs)}
+        names = named if takes_mapping(model) else {find_ids_argument(model): inputs}
+        return _from_tensors(model, names, max_new_tokens)
     args = inputs if isinstance(inputs, tuple) else (inputs,)
-    if not args or not all(isinstance(value, Tensor) for value in args[:1]):
-        raise ValueError(f"inputs are of type {type(inputs).__name__}; give tensors, a dictionary of them, or a text")
+    if isinstance(inputs, tuple) and len(args) == 1:
+        return prepare_inputs(model, args[0], max_new_tokens)
+    tensors = [value for value in args if isinstance(value, Tensor) and value.dim()]
+    if not tensors:
+        raise ValueError(f"inputs are of type {type(inputs).__name__}; give {INPUT_KINDS}")
     if max_new_tokens:
         raise ValueError("max_new_tokens needs ids; give ids [rows, tokens], or a text")
-    return ModelInputs(args, batch_size=len(args[0]))
+    return ModelInputs(args, batch_size=len(tensors[0]))
+
+
+def run_model(model: nn.Module, inputs: Any, *, tokenizer: object = None) -> Any:
+    """Return the outputs of a model for inputs of any form that `prepare_inputs` describes, without gradients.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
+    >>> with hw.ablate(net, [(0, 1)]):
+    ...     hw.run_model(net, "a text", tokenizer="bytes").shape
+    torch.Size([1, 6, 256])
+    """
+    arguments = prepare_inputs(model, inputs, 0, tokenizer)
+    with torch.no_grad():
+        return model(*arguments.args, **arguments.kwargs)
 
 
 def _is_texts(inputs: Any) -> bool:
     return isinstance(inputs, (list, tuple)) and bool(inputs) and all(isinstance(text, str) for text in inputs)
 
 
-def _ids_argument(model: nn.Module) -> str:
-    """Name of the argument that takes ids in a transformers model."""
-    return str(getattr(model, "main_input_name", "input_ids"))
-
-
-def _from_tensors(model: nn.Module, names: dict[str, Any], keys: tuple[str, str] | None, steps: int) -> ModelInputs:
+def _from_tensors(model: nn.Module, names: dict[str, Any], steps: int) -> ModelInputs:
     """Inputs from tensors by argument name."""
-    first, second = keys or (_ids_argument(model), "decoder_input_ids")
     is_headwise, has_source = isinstance(model, Transformer), is_encoder_decoder(model)
+    first, second = ("x", "source") if is_headwise else (_find_ids_name(model, names), DECODER_IDS)
     text, source = (first, second) if is_headwise or not has_source else (second, first)
     values = {name: names.get(key) for name, key in (("text", text), ("source", source))}
     ids = {name: tensor for name, tensor in values.items() if isinstance(tensor, Tensor) and _is_ids(tensor)}
@@ -127,14 +151,17 @@ def _from_tensors(model: nn.Module, names: dict[str, Any], keys: tuple[str, str]
     prompt = ids.get("source" if has_source else "text")
     tensors = [tensor for tensor in names.values() if isinstance(tensor, Tensor) and tensor.dim()]
     return ModelInputs(
-        (),
-        _to_device(model, names),
+        *bind_arguments(model, _to_device(model, names)),
         rows,
         counts | {"source": counts.get("source", counts.get("text", 0))} if counts_complete else None,
         len(tensors[0]) if tensors else 1,
         has_source,
         prompt.tolist() if prompt is not None else [],
     )
+
+
+def _find_ids_name(model: nn.Module, names: Mapping[str, Any]) -> str:
+    return IDS if IDS in names else find_ids_argument(model)
 
 
 def _to_device(model: nn.Module, names: dict[str, Any]) -> dict[str, Any]:
@@ -186,6 +213,7 @@ def _check_length(model: nn.Module, count: int) -> None:
 def _from_texts_headwise(net: Transformer, texts: list[str], steps: int) -> ModelInputs:
     """Inputs from texts for a headwise model, with the special tokens that its usage defines around them."""
     device = next(net.parameters()).device
+    _check_has_tokenizer(net)
     encoder_tokenizer, decoder_tokenizer = load_tokenizers(net)
     usage = net.usage
     text_rows = [_make_surrounded_row(encoder_tokenizer, usage.before, text, usage.behind) for text in texts]
@@ -239,6 +267,7 @@ def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelIn
         fact = f"{type(model).__name__} does not take the texts {', '.join(texts)}"
         raise ValueError(f"{fact}; give a text, or source and text to an encoder-decoder model")
     if isinstance(model, Transformer):
+        _check_has_tokenizer(model)
         encoder_tokenizer, decoder_tokenizer = load_tokenizers(model)
         usage, keys = model.usage, ("source", "x")
         source = _make_surrounded_row(encoder_tokenizer, usage.before, texts["source"], usage.behind)
@@ -254,6 +283,11 @@ def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelIn
     counts = {"source": len(source.ids), "text": len(text.ids)}
     _check_length(model, max(counts.values()))
     return ModelInputs((), _to_device(model, names), rows, counts, 1, True)
+
+
+def _check_has_tokenizer(net: Transformer) -> None:
+    if net.usage.tokenizer is None:
+        raise SpecError(f"{net.spec.name} has no tokenizer, so it only takes ids; {TOKENIZER_REMEDY}, or give ids")
 
 
 def _make_surrounded_row(
@@ -297,7 +331,10 @@ def _from_texts_transformers(model: nn.Module, texts: list[str], steps: int) -> 
     gaps = [longest - len(row.ids) for row in text_rows]
     ids = [_pad(row.ids, [pad] * gap, left) for row, gap in zip(text_rows, gaps, strict=True)]
     mask_rows = [_pad([1] * (longest - gap), [0] * gap, left) for gap in gaps]
-    names = _to_device(model, {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask_rows)})
+    named_ids = {IDS: torch.tensor(ids), "attention_mask": torch.tensor(mask_rows)}
+    if IDS in list_arguments(model) and "attention_mask" not in list_arguments(model) and not any(gaps):
+        del named_ids["attention_mask"]
+    names = _to_device(model, to_named_tensors(model, named_ids))
     rows = tuple(
         TokenRow(
             _pad(row.ids, [PAD_ID] * gap, left),
@@ -313,8 +350,7 @@ def _from_texts_transformers(model: nn.Module, texts: list[str], steps: int) -> 
         )
     counts = {"text": 1 if has_source else longest, "source": longest}
     return ModelInputs(
-        (),
-        names,
+        *bind_arguments(model, names),
         {"source" if has_source else "text": rows},
         counts,
         len(rows),
@@ -328,23 +364,15 @@ def get_tokenizer_documents(model: nn.Module) -> list[str]:
     """The JSON texts of the tokenizers of a model, by which two models can be compared; empty if it has none."""
     if isinstance(model, Transformer):
         return [text for text in (model.usage.tokenizer, model.usage.source_tokenizer) if text is not None]
-    path = _tokenizer_path(model)
-    return [path.read_text(encoding="utf-8")] if path.is_file() else []
-
-
-def _tokenizer_path(model: nn.Module) -> Path:
-    return Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")) / TOKENIZER_FILE
+    tokenizer = find_tokenizer(model)
+    return [] if tokenizer is None else [tokenizer.to_str()]
 
 
 def _load_tokenizer(model: nn.Module) -> Tokenizer:
-    """Load the tokenizer.json next to the weights of a transformers model."""
-    path = _tokenizer_path(model)
-    if not path.is_file():
-        fact = f"{type(model).__name__} comes with no {TOKENIZER_FILE}"
-        raise ValueError(f"{fact}; give its arguments, as in {{'input_ids': tokenizer(text, return_tensors='pt')...}}")
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    """Return the tokenizer of a model that is not of headwise; raise if it has none."""
+    tokenizer = find_tokenizer(model)
+    if tokenizer is None:
+        raise ValueError(f"{type(model).__name__} comes with no tokenizer; {TOKENIZER_REMEDY}, or give token ids")
     return tokenizer
 
 

@@ -386,12 +386,14 @@ def trace(
     *,
     max_new_tokens: int = 0,
     capture: Capture = Capture(),
-    log: ProgressFunction = print,
+    log: ProgressFunction = lambda _: None,
+    tokenizer: object = None,
 ) -> Trace:
     """Run a model on `inputs`, generate `max_new_tokens` tokens, and record every attention layer as a `Trace`.
 
-    `inputs` are what the model is called with: a tensor, a tuple or a dictionary by argument names; or one or several
-    texts, if the model has a tokenizer. `log` is called with the expected size before anything is computed.
+    `inputs` are ids or another tensor, a tuple or mapping of the model's arguments, or one or several texts, which
+    `tokenizer` encodes (default: that of the model). `log`, such as `print`, is called with the expected size before
+    anything is computed; by default, nothing is printed.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -400,13 +402,13 @@ def trace(
     ...     ),
     ...     seed=0,
     ... )
-    >>> run = trace(net.eval(), torch.tensor([[3, 1, 4]]))
+    >>> run = trace(net.eval(), torch.tensor([[3, 1, 4]]), log=print)
     about 435 bytes of 1.0 GB: queries and keys of 2 sites
     >>> run.head_weights(1, 0).shape
     (3, 3)
     """
     site_modules = _select_sites(model, capture)
-    model_inputs = prepare_inputs(model, inputs, max_new_tokens)
+    model_inputs = prepare_inputs(model, inputs, max_new_tokens, tokenizer)
     run = ModelRun(model, model_inputs, max_new_tokens)
     streams = {
         site_module.site.name: get_streams(site_module.site, model_inputs.has_source) for site_module in site_modules

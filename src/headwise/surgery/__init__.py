@@ -7,6 +7,7 @@ Conversion: `conversion` turns MHA into GQA, MQA, MLA and others. `head_grouping
 similar over data, and `head_alignment` aligns them before they are averaged.
 Retraining: `distillation` trains the changed model on batches of texts.
 Model editing: `attention_replacement` builds the new model, `weight_folding` removes biases that have no effect.
+Inputs: `model_and_texts` reads any model and plain texts, and writes the result as a folder of the same kind.
 Results: `hf_export` writes model folders, `verification` compares the model before and after, `pruning_curves` measures
 quality against the number of heads removed (`curve_report`, `curve_figures`).
 """

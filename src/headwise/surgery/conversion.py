@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ from .attention_replacement import (
     get_attention,
     get_attention_parameters,
     replace_attentions,
-    to_native_model,
 )
 from .head_alignment import AlignmentResult, CrossProducts, align_heads, compute_similarity, find_symmetry
 from .head_grouping import (
@@ -34,7 +34,9 @@ from .head_grouping import (
     make_groups_contiguous,
 )
 from .head_selection import DEFAULT_RANKING, HeadRanking, score_heads
-from .pruning_plan import count_heads
+from .hf_export.model_folder import WrittenFolder
+from .model_and_texts import OriginalModel, read_model_and_texts, save_result
+from .pruning_plan import count_heads, fingerprint_model
 
 ALIGN_SIDES = {"none": "", "values": "v", "keys": "k", "both": "kv"}
 KV_NAMES = {"k": "keys", "v": "values"}
@@ -61,11 +63,15 @@ class ConvertedLayer(NamedTuple):
 class AttentionConversion(ABC):
     """Strategy that converts one attention layer.
 
-    `is_exact`: the converted layer computes the same function. `needs_importance`: `convert_layer` is given scores.
+    `is_exact`: the converted layer computes the same function.
     """
 
     is_exact: ClassVar[bool] = False
-    needs_importance: ClassVar[bool] = False
+
+    @property
+    def importance_ranking(self) -> HeadRanking | None:
+        """How the importance that `convert_layer` needs is estimated; None if it needs none."""
+        return None
 
     @property
     def needs_statistics(self) -> bool:
@@ -208,9 +214,14 @@ class ToCollaborative(AttentionConversion):
 class ToMixtureOfHeads(AttentionConversion):
     """Mixture of heads: the most important heads are always active, `num_active` others per token (2410.11842)."""
 
-    needs_importance: ClassVar[bool] = True
     num_always_active: int
     num_active: int
+    ranking: HeadRanking = DEFAULT_RANKING
+
+    @property
+    def importance_ranking(self) -> HeadRanking | None:
+        """The ranking that chooses the heads that are always active."""
+        return self.ranking
 
     @property
     def summary(self) -> str:
@@ -253,6 +264,15 @@ class ConversionResult:
     conversion: AttentionConversion
     layers: Mapping[str, ConvertedLayer]
     notes: tuple[str, ...]
+    original: OriginalModel
+
+    def save_pretrained(self, folder: Path | str) -> WrittenFolder:
+        """Write the converted model to a new folder, as `PruningResult.save_pretrained` does."""
+        record = self.data | {"model": fingerprint_model(self.before)}
+        return save_result(self.after, self.original, folder, record)
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.before.spec.name}: {self.conversion.summary}", *self.notes])
 
     @property
     def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -281,16 +301,17 @@ class ConversionResult:
 def convert(
     model: nn.Module,
     conversion: AttentionConversion | int,
-    examples: Sequence[Example] = (),
+    texts: Any = (),
     *,
     kind: str = "all",
-    ranking: HeadRanking = DEFAULT_RANKING,
+    tokenizer: object = None,
     log: Callable[[str], Any] = lambda _: None,
 ) -> ConversionResult:
     """Return a converted copy of a model; an int is the number of key-value heads per layer, as in `Pool`.
 
-    `examples` are needed by conversions that look at keys, values or importance. kind="self" or "cross" converts
-    attentions of one kind only. `model` is not changed; a transformers model is converted to a headwise model first.
+    `texts` are needed by conversions that look at keys, values or importance. Model, texts and tokenizer as in
+    `hw.prune`; `model` is not changed. kind="self" or "cross" converts attentions of one kind only.
+    `save_pretrained` of the result writes the converted model.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -300,7 +321,7 @@ def convert(
     >>> [spec.heads.kv for _, spec in done.after.spec.attention_specs()], done.groups["decoder.0.attention"]
     ([2, 2], ((0, 1), (2, 3)))
     """
-    model = to_native_model(model)
+    original, net, examples, reading_notes = read_model_and_texts(model, texts, tokenizer)
     if kind not in ATTENTION_KINDS:
         raise SpecError(f"unknown kind={kind!r}; {suggest(kind, ATTENTION_KINDS)}")
     strategy = Pool(conversion) if isinstance(conversion, int) else conversion
@@ -309,26 +330,26 @@ def convert(
             f"conversion={conversion!r} is no AttentionConversion; give a number of key-value heads, or "
             "hw.surgery.Pool(...)"
         )
-    sites = [site for site in count_heads(model.spec) if kind in ("all", "cross" if site.endswith("cross") else "self")]
+    sites = [site for site in count_heads(net.spec) if kind in ("all", "cross" if site.endswith("cross") else "self")]
     if not sites:
-        raise SpecError(f"{model.spec.name} has no {kind}-attention; use kind='all'")
+        raise SpecError(f"{net.spec.name} has no {kind}-attention; use kind='all'")
     if strategy.needs_statistics and len(examples) < 2:
         raise SpecError(
-            f"cannot collect keys and values from {len(examples)} examples. Give at least 2, or use align='none'"
+            f"cannot collect keys and values from {len(examples)} texts. Give at least 2, or use align='none'"
         )
-    layers = _convert_layers(model, strategy, sites, examples, (ranking, log))
+    layers = _convert_layers(net, strategy, sites, examples, log)
     after = replace_attentions(
-        model, {site: AttentionChange(layer.spec, layer.weights) for site, layer in layers.items()}
+        net, {site: AttentionChange(layer.spec, layer.weights) for site, layer in layers.items()}
     )
     equivalent = {
-        site: AttentionChange(get_attention(model, site).spec, layer.equivalent_weights)
+        site: AttentionChange(get_attention(net, site).spec, layer.equivalent_weights)
         for site, layer in layers.items()
         if layer.equivalent_weights is not None
     }
     notes = [*_pooling_notes(layers), *(f"{site}: {note}" for site, layer in layers.items() for note in layer.notes)]
-    return ConversionResult(
-        model, after, replace_attentions(model, equivalent) if equivalent else None, strategy, layers, tuple(notes)
-    )
+    notes += reading_notes
+    aligned = replace_attentions(net, equivalent) if equivalent else None
+    return ConversionResult(net, after, aligned, strategy, layers, tuple(notes), original)
 
 
 def _pooling_notes(layers: Mapping[str, ConvertedLayer]) -> Iterator[str]:
@@ -348,14 +369,11 @@ def _convert_layers(
     conversion: AttentionConversion,
     sites: Sequence[str],
     examples: Sequence[Example],
-    ranking_and_log: tuple[HeadRanking, Callable[[str], Any]],
+    log: Callable[[str], Any],
 ) -> dict[str, ConvertedLayer]:
-    ranking, log = ranking_and_log
     batches = [example.model_inputs for example in examples]
-    scores, layers = (
-        score_heads(net, examples, ranking).scores if conversion.needs_importance else {},
-        dict[str, ConvertedLayer](),
-    )
+    ranking, layers = conversion.importance_ranking, dict[str, ConvertedLayer]()
+    scores = {} if ranking is None else score_heads(net, examples, ranking).scores
     for group in _batch_sites(net, sites) if conversion.needs_statistics else [sites]:
         log(f"collecting keys and values of {len(batches)} examples: {group[0]} and {len(group) - 1} more")
         statistics = collect_kv_statistics(net.eval(), batches, group) if conversion.needs_statistics else {}

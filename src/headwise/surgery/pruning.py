@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +19,11 @@ from .attention_replacement import (
     get_attention_parameters,
     output_without_heads,
     remove_heads,
-    to_native_model,
 )
 from .head_selection import HeadSelection, KeepTop
-from .pruning_plan import HeadId, PruningPlan
+from .hf_export.model_folder import WrittenFolder
+from .model_and_texts import OriginalModel, read_model_and_texts, save_result
+from .pruning_plan import HeadId, PruningPlan, fingerprint_model
 from .weight_folding import fold_bias
 
 FOLD_MODES = ("none", "mean", "bias")
@@ -108,26 +110,43 @@ class PruningResult:
     plan: PruningPlan
     head_constants: Mapping[HeadId, Tensor]
     fold: str
+    original: OriginalModel
 
     @property
     def data(self) -> dict[str, Any]:
         """The plan and options as JSON-serialisable values."""
         return {"operation": "prune", "fold": self.fold, **self.plan.data}
 
+    def save_pretrained(self, folder: Path | str) -> WrittenFolder:
+        """Write the pruned model to a new folder, with its tokenizer and the plan in heads.json.
+
+        The folder of a transformers model is one that transformers loads, if its layers can be described or resized;
+        `summary` of the result says which kind was written.
+        """
+        record = self.data | {"model": fingerprint_model(self.before)}
+        return save_result(self.after, self.original, folder, record)
+
+    def __str__(self) -> str:
+        counts = [sum(p.numel() for p in net.parameters()) for net in (self.before, self.after)]
+        saved = f"{counts[0] - counts[1]:,} of {counts[0]:,} parameters removed"
+        return "\n".join([f"{self.before.spec.name}: {self.plan.summary}; {saved}", *self.plan.notes])
+
 
 def prune(
     model: nn.Module,
     selection: HeadSelection | float,
-    examples: Sequence[Example] = (),
+    texts: Any = (),
     *,
     fold: str = "none",
+    tokenizer: object = None,
     log: Callable[[str], Any] = lambda _: None,
 ) -> PruningResult:
     """Return a copy of a model without the heads that `selection` removes; a number is the fraction each layer keeps.
 
-    Heads are judged on `examples`, as `hw.ExampleReader` reads them. fold="mean" adds the average output of the removed
-    heads over these examples to the output bias, fold="bias" the part of it that comes from their value bias. `model`
-    is not changed; a transformers model is converted to a headwise model first.
+    `model` is a transformers or headwise model; it is not changed. Heads are judged on `texts`: strings, pairs (source,
+    target) for an encoder-decoder model, or Examples. `tokenizer` is needed if none is found beside the model.
+    fold="mean" adds the average output of the removed heads over the texts to the output bias, fold="bias" the part of
+    it that comes from their value bias. `save_pretrained` of the result writes the pruned model.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -137,22 +156,24 @@ def prune(
     >>> done.plan.summary, hw.costs.count_parameters(net.spec) - hw.costs.count_parameters(done.after.spec)
     ('7 of 8 heads kept, all but the listed heads', 70)
     """
-    model = to_native_model(model)
+    original, net, examples, notes = read_model_and_texts(model, texts, tokenizer)
     strategy = KeepTop(selection) if isinstance(selection, (int, float)) else selection
     if not isinstance(strategy, HeadSelection):
         raise SpecError(
             f"selection={selection!r} is no HeadSelection; give a fraction such as 0.5, or hw.surgery.DropHeads(...)"
         )
-    source, plan = strategy.prepare(model, examples, log)
+    source, plan = strategy.prepare(net, examples, log)
+    plan = replace(plan, notes=(*plan.notes, *notes))
     if not plan.removed_heads:
         raise SpecError(f"no head would be removed: {plan.summary}. Keep fewer heads")
     log("removing heads")
     constants = compute_head_constants(source, plan, examples, fold)
     return PruningResult(
-        model,
+        net,
         source,
         remove_heads(source, plan.changed_sites, constants.site_constants),
         plan,
         constants.head_outputs,
         fold,
+        original,
     )

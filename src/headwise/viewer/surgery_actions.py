@@ -143,7 +143,7 @@ def plan_conversion(model: OpenModel, arguments: Mapping[str, Any], progress: Jo
     """The sizes before and after a conversion; they do not depend on texts, so that heads are pooled in order."""
     from dataclasses import replace
 
-    from ..surgery import HeadRanking, Pool
+    from ..surgery import HeadRanking, Pool, ToMixtureOfHeads
     from ..surgery.conversion import convert
     from ..surgery.verification.efficiency import compare_cost
 
@@ -151,8 +151,10 @@ def plan_conversion(model: OpenModel, arguments: Mapping[str, Any], progress: Jo
     conversion = request.conversion
     if isinstance(conversion, Pool):
         conversion = replace(conversion, align="none", grouping="consecutive")
+    if isinstance(conversion, ToMixtureOfHeads):
+        conversion = replace(conversion, ranking=HeadRanking("random"))
     log = StepLog(progress, len(model.get_trace().layers) + 1)
-    result = convert(net, conversion, kind=request.where, ranking=HeadRanking("random"), log=log)
+    result = convert(net, conversion, kind=request.where, log=log)
     return {"summary": request.conversion.summary, "notes": []} | compare_cost(net, result.after).data
 
 
@@ -188,7 +190,7 @@ def convert_heads(model: OpenModel, arguments: Mapping[str, Any], progress: JobP
     net = read_native_model(model)
     texts = read_texts(net, model, arguments)
     log = StepLog(progress, len(dict(net.spec.attention_specs())) + 1 + PROOF_STEPS)
-    result = convert(net, request.conversion, texts.selection, kind=request.where, ranking=request.ranking, log=log)
+    result = convert(net, request.conversion, texts.selection, kind=request.where, log=log)
     equivalents: dict[str, Callable[[], Any]] = {}
     if result.equivalent is not None:
         equivalents["aligned, before heads are pooled"] = lambda: result.equivalent

@@ -14,7 +14,7 @@ from .open_model import OpenModel
 if TYPE_CHECKING:
     from ..head_analysis.annotated_examples import Example
     from ..models import Transformer
-    from ..surgery import AttentionConversion, HeadRanking, HeadSelection
+    from ..surgery import AttentionConversion, HeadSelection
 
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 TEXTS_FILE = "texts.txt"  # in the new folder: the lines that heads were chosen and the proof was made with
@@ -38,7 +38,6 @@ class ConversionRequest(NamedTuple):
 
     conversion: AttentionConversion
     where: str
-    ranking: HeadRanking
     options: tuple[str, ...]
     needs_texts: bool
 
@@ -93,12 +92,12 @@ def list_heads(heads: Sequence[tuple[str, int]]) -> list[str]:
 
 def read_conversion(arguments: Mapping[str, Any]) -> ConversionRequest:
     """Read the form to convert to, with its numbers, and how heads are pooled."""
-    from ..surgery import HeadRanking, Pool, ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
+    from ..surgery import Pool, ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
 
     form, where = read_text(arguments, "form"), read_text(arguments, "where", "all")
     if form not in CONVERSION_FORMS:
         raise ValueError(f"there is no form {form[:40]!r}; use one of {', '.join(CONVERSION_FORMS)}")
-    ranking, where_options = HeadRanking(), () if where == "all" else ("--where", where)
+    where_options = () if where == "all" else ("--where", where)
     if form == "kv":
         pool = Pool(
             _read_number(arguments, "kv", 1),
@@ -109,17 +108,17 @@ def read_conversion(arguments: Mapping[str, Any]) -> ConversionRequest:
             () if pool.grouping == "consecutive" else ("--grouping", pool.grouping)
         )
         options = ("--kv", str(pool.kv), *pooling, *where_options)
-        return ConversionRequest(pool, where, ranking, options, pool.needs_statistics)
+        return ConversionRequest(pool, where, options, pool.needs_statistics)
     if form == "collaborative":
         width = _read_number(arguments, "width", 1)
         options = ("--to", f"collaborative={width}", *where_options)
-        return ConversionRequest(ToCollaborative(width), where, ranking, options, needs_texts=False)
+        return ConversionRequest(ToCollaborative(width), where, options, needs_texts=False)
     if form == "routed":
         always, active = _read_number(arguments, "always", 0), _read_number(arguments, "active", 1)
         options = ("--to", f"routed={always},{active}", *where_options)
-        return ConversionRequest(ToMixtureOfHeads(always, active), where, ranking, options, needs_texts=True)
+        return ConversionRequest(ToMixtureOfHeads(always, active), where, options, needs_texts=True)
     exact = ToMHA() if form == "mha" else ToLatent()
-    return ConversionRequest(exact, where, ranking, ("--to", form, *where_options), needs_texts=False)
+    return ConversionRequest(exact, where, ("--to", form, *where_options), needs_texts=False)
 
 
 def _read_number(arguments: Mapping[str, Any], name: str, least: int) -> int:

@@ -191,8 +191,8 @@ _CHANGED_LAYOUT = (
 )
 
 
-def trace_example(model: nn.Module, example: Any) -> None:
-    """Run a model on an example, and store the layout of each module that computes attention."""
+def trace_example(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Run a model with these arguments, and store the layout of each module that computes attention."""
     if any(module.training for module in model.modules()):
         raise ValueError("the model is in train mode, where a run changes its state; call model.eval() first")
     example_trace = ExampleTrace()
@@ -200,10 +200,10 @@ def trace_example(model: nn.Module, example: Any) -> None:
     with torch.random.fork_rng(devices), torch.no_grad():
         try:
             with example_trace.tracing() as tracer:
-                _run_example(model, example)
+                model(*args, **kwargs)
             if joint := [module for module, layout in layouts.items() if layout.joint and not layout.reason]:
-                resolve_joint_axes(layouts, joint, lambda: _run_example(model, example))
-                join_separate_heads(model, layouts, lambda: _run_example(model, example))
+                resolve_joint_axes(layouts, joint, lambda: model(*args, **kwargs))
+                join_separate_heads(model, layouts, lambda: model(*args, **kwargs))
         except Exception as error:  # the model may raise anything
             message = " ".join(str(error).split())[:200] or type(error).__name__
             raise ValueError(f"{type(model).__name__} cannot run on this example: {message}") from error
@@ -216,13 +216,6 @@ def trace_example(model: nn.Module, example: Any) -> None:
     for module in model.modules():
         _LAYOUTS.pop(module, None)
     _LAYOUTS.update(layouts)
-
-
-def _run_example(model: nn.Module, example: Any) -> None:
-    if isinstance(example, Mapping):
-        model(**example)
-    else:
-        model(*(example if isinstance(example, (tuple, list)) else [example]))
 
 
 @dataclass

@@ -362,7 +362,7 @@ def _write_native(net: Transformer, fresh: Path, sentence: str) -> tuple[str, st
 def _rewrite_folder(source: Path, rewrite: ShardRewrite, config: dict[str, Any], fresh: Path) -> None:
     """Copy a folder with new weights and this config."""
     fresh.mkdir(parents=True)
-    for path in _list_companion_files(source):
+    for path in list_companion_files(source):
         target = fresh / path.relative_to(source)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)
@@ -371,7 +371,7 @@ def _rewrite_folder(source: Path, rewrite: ShardRewrite, config: dict[str, Any],
     write_shards(rewrite, fresh)
 
 
-def _list_companion_files(source: Path) -> Iterator[Path]:
+def list_companion_files(source: Path) -> Iterator[Path]:
     """Yield the files of a model folder that are copied besides its weights."""
     for path in sorted(source.iterdir()):
         if path.is_dir() and SENTENCE_TRANSFORMERS_MODULE.fullmatch(path.name):

@@ -1,0 +1,95 @@
+"""The inputs and outputs of `hw.prune` and `hw.convert`: any model with plain texts, and folders of the result."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..errors import SpecError
+from ..head_analysis.annotated_examples import Example
+from ..head_analysis.text_analysis import read_texts, text_reader
+from ..hub.tokenizer_files import read_live_processor
+from ..inspect.forward_arguments import check_is_module
+from ..inspect.model_tokenizer import find_model_folder
+from ..model_spec.serialization import TOKENIZER_FILE
+from ..models import Transformer
+from ..output_paths import check_output
+from .attention_replacement import to_native_model
+from .hf_export.model_folder import COMPRESSED_MODEL, WrittenFolder, list_companion_files, write_model_folder
+
+
+class OriginalModel(NamedTuple):
+    """A model as the caller gave it, and the tokenizer given with it, for writing folders of its kind."""
+
+    model: nn.Module
+    tokenizer: object = None
+
+
+class SurgeryInputs(NamedTuple):
+    """The original model, a headwise model equal to it, the texts as examples, and notes on skipped texts."""
+
+    original: OriginalModel
+    net: Transformer
+    examples: list[Example]
+    notes: tuple[str, ...]
+
+
+def read_model_and_texts(model: Any, texts: Any, tokenizer: object = None) -> SurgeryInputs:
+    """Return a headwise or transformers model and texts in the form that surgery needs."""
+    net = to_native_model(check_is_module(model))
+    original = OriginalModel(model, tokenizer)
+    if net is model:
+        with text_reader(net, tokenizer) as reader:
+            assert isinstance(reader, Transformer)
+            return SurgeryInputs(original, reader, *read_texts(reader, texts))
+    needs_tokenizer = tokenizer is not None or _has_strings(texts)
+    net.usage = read_live_processor(model, net.spec, tokenizer, "required" if needs_tokenizer else "if it fits")
+    return SurgeryInputs(original, net, *read_texts(net, texts))
+
+
+def _has_strings(texts: Any) -> bool:
+    return isinstance(texts, str) or (
+        isinstance(texts, (list, tuple)) and any(not isinstance(item, Example) for item in texts)
+    )
+
+
+def save_result(
+    net: Transformer, original: OriginalModel, folder: Path | str, record: Mapping[str, Any]
+) -> WrittenFolder:
+    """Write a changed model to a new folder of the kind of the original model, with a record of the change.
+
+    A transformers model gives a folder that transformers loads: its own weights in memory count, not those of the
+    folder that it came from.
+    """
+    check_output(folder, COMPRESSED_MODEL)
+    if isinstance(original.model, Transformer):
+        return write_model_folder(net, None, folder, record)
+    with TemporaryDirectory() as temporary:
+        source = Path(temporary)
+        _save_original(original, net, source)
+        return write_model_folder(net, source, folder, record)
+
+
+def _save_original(original: OriginalModel, net: Transformer, folder: Path) -> None:
+    """Write a live transformers model with its tokenizer, as `write_model_folder` reads it."""
+    save_model: Any = getattr(original.model, "save_pretrained", None)
+    if save_model is None:
+        fact = f"{type(original.model).__name__} has no save_pretrained, so its folder cannot be written"
+        raise SpecError(f"{fact}; save the headwise model instead, hw.save(result.after, folder)")
+    save_model(folder)
+    own_folder = find_model_folder(original.model)
+    for path in () if own_folder is None else list_companion_files(own_folder):
+        target = folder / path.relative_to(own_folder or path)
+        if not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
+    save_tokenizer: Any = getattr(original.tokenizer, "save_pretrained", None)
+    if save_tokenizer is not None:
+        save_tokenizer(folder)
+    elif net.usage.tokenizer is not None and (original.tokenizer or not (folder / TOKENIZER_FILE).exists()):
+        (folder / TOKENIZER_FILE).write_text(net.usage.tokenizer, encoding="utf-8")
