@@ -18,7 +18,7 @@ from ..arguments import (
     to_json,
 )
 from ..command_parser import CommandParser, UsageError
-from . import comparison_options, serving_options, training_options
+from . import comparison_options, parallel_options, serving_options, training_options
 
 if TYPE_CHECKING:
     from ...costs.cost_report import CostReport
@@ -48,6 +48,7 @@ OPTION_GROUPS = (
     CostOptions(training_options.add_activation_arguments, training_options.make_activation_views),
     CostOptions(serving_options.add_serving_arguments, serving_options.make_serving_views),
     CostOptions(serving_options.add_memory_fit_arguments, serving_options.make_memory_fit_views),
+    CostOptions(parallel_options.add_parallel_arguments, parallel_options.make_parallel_views),
     CostOptions(serving_options.add_intensity_arguments, serving_options.make_intensity_views),
     CostOptions(comparison_options.add_comparison_arguments, comparison_options.make_comparison_views),
     CostOptions(comparison_options.add_plot_arguments, comparison_options.make_plot_views),
