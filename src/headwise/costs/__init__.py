@@ -12,7 +12,8 @@ In reading order:
 - `kv_cache_memory`, `serving_cost`, `serving_capacity` and `throughput_report` give the memory, latency and
   throughput of serving, and `decode_intensity` the arithmetic intensity of the parts of a decode step;
 - `parallelism` and `parallel_report` divide a model among devices, with memory, time and communication of each;
-- `complexity` and `published_formulas` compare with the literature and with a small layer that is run.
+- `complexity`, `published_formulas` and `published_article` compare with the literature and with a small layer that
+  is run.
 """
 
 from __future__ import annotations

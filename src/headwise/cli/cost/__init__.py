@@ -59,6 +59,8 @@ DEFAULT_CONTEXT = 2048  # tokens per row, or the maximum length of a model if th
 def main(argv: list[str]) -> int:
     """Print the costs of every target on the command line."""
     args = _parse_arguments(_parser(), argv)
+    if args.article is not None:
+        return comparison_options.print_article(args)
     costs, views = comparison_options.match_sizes(args, estimate_costs(args))
     checks = verify_formulas(costs) if args.verify else {}
     for group in OPTION_GROUPS:
