@@ -11,7 +11,9 @@ In reading order:
 - `activations`, `training_memory` and `saved_tensors` give the memory of training;
 - `kv_cache_memory`, `serving_cost`, `serving_capacity` and `throughput_report` give the memory, latency and
   throughput of serving, and `decode_intensity` the arithmetic intensity of the parts of a decode step;
-- `complexity` and `published_formulas` compare with the literature and with a small layer that is run.
+- `parallelism` and `parallel_report` divide a model among devices, with memory, time and communication of each;
+- `complexity`, `published_formulas` and `published_article` compare with the literature and with a small layer that
+  is run.
 """
 
 from __future__ import annotations

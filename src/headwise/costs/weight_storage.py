@@ -144,17 +144,18 @@ def group_stored_alike(
     return ((first, item, times) for (item, _), (first, times) in groups.items())
 
 
-def select_layer_storage(quantization: QuantizationSpec | None, stack: str, depth: int) -> QuantizationSpec | None:
-    """Return the quantisation of one layer of a model, as that of a model whose only layer it is."""
+def select_layers_storage(quantization: QuantizationSpec | None, stack: str, layers: range) -> QuantizationSpec | None:
+    """Return the quantisation of some layers of a stack, as that of a model which has no others."""
     if quantization is None:
         return None
 
-    def renamed(patterns: tuple[str, ...]) -> tuple[str, ...]:
-        words = [pattern.split(".") for pattern in patterns]
-        return tuple(
-            ".".join([word[0], "0", *word[2:]] if word[0] == stack and word[1] == str(depth) else word)
-            for word in words
-            if len(word) < 2 or word[0] in ("*", "head") or word[1] in ("*", str(depth))
-        )
+    def renamed(patterns: tuple[str, ...]) -> Iterator[str]:
+        for pattern in patterns:
+            words = pattern.split(".")
+            if len(words) < 2 or not words[1].isdecimal():
+                yield pattern
+            elif words[0] == stack and int(words[1]) in layers:
+                yield ".".join([stack, str(int(words[1]) - layers.start), *words[2:]])
 
-    return replace(quantization, included=renamed(quantization.included), excluded=renamed(quantization.excluded))
+    included, excluded = (tuple(renamed(patterns)) for patterns in (quantization.included, quantization.excluded))
+    return replace(quantization, included=included, excluded=excluded)

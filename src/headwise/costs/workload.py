@@ -16,7 +16,7 @@ from ..spec.attention_spec import AttentionSpec
 from ..spec.heads import Heads
 from .flops import AttentionComponent, ExecutionTarget, ForwardCall, ModelComponent, SpecOrModel
 from .roofline import Device
-from .weight_storage import DTYPE_BYTES, STORED, WeightStorage, check_weight_format, select_layer_storage
+from .weight_storage import DTYPE_BYTES, STORED, WeightStorage, check_weight_format, select_layers_storage
 
 
 class MaxLengths(NamedTuple):
@@ -68,7 +68,7 @@ def select_layer(model: ModelSpec, path: str) -> ModelSpec | AttentionSpec:
         spec = block.attention_specs[role]
         return replace(spec, source=spec.source or spec.model) if role == "cross" else spec
     block_stack = StackSpec(stack.name, stack.model, (LayerRun(1, (block,)),))
-    stored = select_layer_storage(model.quantization, stack.name, depth)
+    stored = select_layers_storage(model.quantization, stack.name, range(depth, depth + 1))
     if not block.cross:
         kind = model.kind if len(model.stacks) == 1 else "decoder" if stack is model.stacks[-1] else "encoder"
         return ModelSpec(model.name, kind, (block_stack,), quantization=stored)

@@ -18,7 +18,7 @@ from ..arguments import (
     to_json,
 )
 from ..command_parser import CommandParser, UsageError
-from . import comparison_options, serving_options, training_options
+from . import comparison_options, parallel_options, serving_options, training_options
 
 if TYPE_CHECKING:
     from ...costs.cost_report import CostReport
@@ -48,6 +48,7 @@ OPTION_GROUPS = (
     CostOptions(training_options.add_activation_arguments, training_options.make_activation_views),
     CostOptions(serving_options.add_serving_arguments, serving_options.make_serving_views),
     CostOptions(serving_options.add_memory_fit_arguments, serving_options.make_memory_fit_views),
+    CostOptions(parallel_options.add_parallel_arguments, parallel_options.make_parallel_views),
     CostOptions(serving_options.add_intensity_arguments, serving_options.make_intensity_views),
     CostOptions(comparison_options.add_comparison_arguments, comparison_options.make_comparison_views),
     CostOptions(comparison_options.add_plot_arguments, comparison_options.make_plot_views),
@@ -58,6 +59,8 @@ DEFAULT_CONTEXT = 2048  # tokens per row, or the maximum length of a model if th
 def main(argv: list[str]) -> int:
     """Print the costs of every target on the command line."""
     args = _parse_arguments(_parser(), argv)
+    if args.article is not None:
+        return comparison_options.print_article(args)
     comparison_options.check_plot(args)
     costs, views = comparison_options.match_sizes(args, estimate_costs(args))
     checks = verify_formulas(costs) if args.verify else {}

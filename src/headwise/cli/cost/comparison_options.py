@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import SpecError, suggest
-from ..arguments import add_overwrite_argument, existing_mode
+from ..arguments import add_overwrite_argument, existing_mode, print_page, to_json
 from ..command_parser import TERMINAL_WIDTH, CommandParser, UsageError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _wrap(text: str, indent: str) -> list[str]:
 
 
 def add_published_arguments(parser: CommandParser) -> None:
-    """Add --published and --tensor-parallel."""
+    """Add --published, --article and --tensor-parallel."""
     group = parser.add_expert_group("published formulas")
     group.add_argument(
         "--published",
@@ -68,8 +68,23 @@ def add_published_arguments(parser: CommandParser) -> None:
         help=f"compare with published formulas: {SOURCE_NAMES}",
     )
     group.add_argument(
+        "--article", metavar="NUMBER", help="table of an article with numbers of GPT-3 and LLaMA-65B: 624740065"
+    )
+    group.add_argument(
         "--tensor-parallel", type=int, default=8, metavar="COUNT", help="tensor-parallel devices of paper-2022"
     )
+
+
+def print_article(args: argparse.Namespace) -> int:
+    """Print the table of --article, which is of models of its own."""
+    from ...costs.published_article import ArticleTable
+
+    if args.specs or args.preset:
+        name = [*args.specs, *args.preset][0]
+        raise UsageError(f"--article {args.article} is a table of models of its own; leave {name} out")
+    table = ArticleTable.from_name(args.article)
+    print_page(to_json(table.data) if args.json else str(table))
+    return 0
 
 
 def make_published_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, PublishedFormulasView]:

@@ -23,8 +23,8 @@ PREFILL_CHUNK = 2048
 DEPENDENT_OPTIONS = {
     "layers": "serve memory_fit",
     "allocator": "serve memory_fit",
-    "cache": "serve memory_fit intensity",
-    "efficiency": "serve intensity",
+    "cache": "serve memory_fit intensity devices",
+    "efficiency": "serve intensity devices",
     "budget": "serve memory_fit",
     "chunk": "serve memory_fit",
     "shared": "serve memory_fit",
