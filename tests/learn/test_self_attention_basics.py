@@ -148,7 +148,7 @@ def test_the_figure_has_a_line_for_each_strong_weight():
     table = dict(
         zip(sorted({"The", "cat", "dog", "sat", "on", "the", "mat", "."}), array(sample(1, 8, 16)), strict=True)
     )
-    x = np.stack([table[word] for word in "The cat sat on the mat .".split()])
+    x = np.stack([table[word] for word in ["The", "cat", "sat", "on", "the", "mat", "."]])
     weights = layer_parts(make_layer(hw.design(model=16, heads=2)), x, 2)[0]
     assert figure.count("<line") == int((weights >= 0.05).sum())
 

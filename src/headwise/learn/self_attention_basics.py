@@ -218,7 +218,7 @@ def _weights_of(layer: Attention, x: Tensor) -> Tensor:
 
 def one_bias(*, normaliser: str = "Softmax") -> Outcome:
     """Change of the output when b_Q, b_K or b_V changes, in a layer with four biases; b_V moves all queries alike."""
-    text = f'model = 12\nheads = {{q = 3, dim = 4}}\nproject = {{part = "Direct", bias = "qkv"}}\n'
+    text = 'model = 12\nheads = {q = 3, dim = 4}\nproject = {part = "Direct", bias = "qkv"}\n'
     layer = make_layer(from_toml(text + f'normaliser = {{part = "{normaliser}"}}'))
     x, changes, spread = sample(1, 1, 5, 12), {}, 0.0
     before = layer(x).detach()
