@@ -17,6 +17,7 @@ FOLDER = Path(__file__).parent
 MODULES = {
     "000": ("self_attention_basics",),
     "001": ("parameters_and_scaling",),
+    "002": ("multi_head_idea", "multi_head_analysis", "multi_head_code", "head_variants"),
     "003": ("attention_mechanism", "attention_comparison", "misconceptions"),
     "004": ("kernel_lookup",),
 }

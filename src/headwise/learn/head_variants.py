@@ -1,0 +1,120 @@
+"""Runs of document 002, section 4: overlapping heads, mixture of heads, and dynamically composed heads."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .. import costs
+from ..head_analysis.head_circuits import get_circuits
+from ..interfaces.core_types import Probe
+from ..presets import design, from_toml
+from ..viewer.bundled_sample import load_sample_model
+from .entry import Outcome, judge
+from .sampled_tensors import largest_difference, make_layer, sample
+
+
+def overlapping_heads(*, overlap: int = 1) -> Outcome:
+    """Channels of the projected queries that each head uses, and those of the concatenated outputs."""
+    heads = f"heads = {{q = 3, dim = 4, vdim = {4 + 2 * overlap}}}"
+    text = f'model = 12\n{heads}\nproject = {{part = "Overlapping", overlap = {overlap}}}'
+    layer, x, probe = make_layer(from_toml(text)), sample(1, 1, 5, 12), Probe("q")
+    layer(x, probe=probe)
+    queries = probe.tensors["q"].detach()
+    plain = (x @ layer.state_dict()["project.q"].T)[0]
+    own = queries[0, :, 1]
+    used = sum(bool((own - plain[:, [n]]).abs().amax(0).min() < 1e-12) for n in range(12))
+    width = layer.head_outputs(x).shape[-1] * 3
+    columns = layer.state_dict()["output.o"].shape
+    return judge(used > 4, used=used, own=4, concat=width, w_o=f"{columns[1]} x {columns[0]}")
+
+
+def router_parameters(*, router: str = "learned") -> Outcome:
+    """Parameters of a mixture of heads beyond those of MHA, at d = 512 with 8 heads, 2 of them always active."""
+    text = f'modifiers = [{{part = "Routed", always = 2, active = 3, router = "{router}"}}]'
+    spec = from_toml(f"model = 512\nheads = {{q = 8, dim = 64}}\n{text}")
+    plain = costs.count_parameters(design(model=512, heads=8))
+    extra = costs.count_parameters(spec) - plain
+    return judge(extra == 0, extra=extra, formula=(8 + 2) * 512, plain=plain)
+
+
+def active_heads(*, active: int = 3) -> Outcome:
+    """Heads with a nonzero output for each token of a mixture of 8 heads, 2 always active and `active` chosen."""
+    text = f'modifiers = [{{part = "Routed", always = 2, active = {active}}}]'
+    layer, x = make_layer(from_toml(f"model = 32\nheads = {{q = 8, dim = 4}}\n{text}")), sample(1, 1, 9, 32)
+    counts = (layer.head_outputs(x).detach().abs().amax(-1) > 0).sum(-1)[0]
+    fewest, most = int(counts.min()), int(counts.max())
+    return judge(fewest == most < 8, fewest=fewest, most=most, heads=8)
+
+
+def composition_cost(*, dynamic: bool = True) -> Outcome:
+    """Parameters and FLOPs that dynamic composition adds to MHA at d = 2560 with 32 heads, and its share."""
+    plain = design(model=2560, heads=32, pattern="causal()")
+    spec = design(preset="dcmha", model=2560, heads=32) if dynamic else plain
+    counts = [costs.count_parameters(each) for each in (plain, spec)]
+    flops = [costs.required_flops(s, costs.self_attention_work(s, batch=1, queries=2048)) for s in (plain, spec)]
+    share, work = counts[1] / counts[0] - 1, flops[1] / flops[0] - 1
+    return judge(share < 0.02, share=share, flops=work, identity=_without_dynamic_terms())
+
+
+def _without_dynamic_terms() -> float:
+    """Difference of dynamic composition from MHA if all its maps are 0: the identity remains."""
+    spec = from_toml('model = 12\nheads = {q = 3, dim = 4}\nmodifiers = [{part = "Dynamic", static = "full"}]')
+    layer, plain, x = make_layer(spec), make_layer(design(model=12, heads=3)), sample(1, 1, 7, 12)
+    state = {
+        name: torch.zeros_like(weight) if name.startswith("dynamic.") else weight
+        for name, weight in layer.state_dict().items()
+    }
+    layer.load_state_dict(state | dict(plain.state_dict()))
+    return largest_difference(layer(x).detach(), plain(x).detach())
+
+
+def low_rank_scores(*, mixed: bool = True) -> Outcome:
+    """Rank of the scores of 3 heads of 5 channels over 11 tokens, alone and mixed over heads."""
+    q, k = sample(1, 3, 11, 5), sample(2, 3, 11, 5)
+    scores = q @ k.mT
+    mixing = sample(3, 3, 3) if mixed else torch.eye(3, dtype=scores.dtype)
+    both = [int(torch.linalg.matrix_rank(each[0])) for each in (scores, torch.einsum("gh,hts->gts", mixing, scores))]
+    return judge(both[0] == 5 < both[1], alone=both[0], mixed=both[1], tokens=11)
+
+
+def pairs_of_circuits(*, pairs: bool = True) -> Outcome:
+    """Weights mixed over heads by P against h^2 heads with QK of j and OV of i, weighted by P_ij."""
+    text = 'modifiers = [{part = "TalkingHeads", on = "weights"}]'
+    layer = make_layer(from_toml(f"model = 12\nheads = {{q = 3, dim = 4}}\n{text}"))
+    x, state = sample(1, 7, 12), layer.state_dict()
+    q, k, v = ((x @ state[f"project.{side}"].T).unflatten(-1, (3, 4)).transpose(0, 1) for side in "qkv")
+    weights, blocks = (q @ k.mT / 2).softmax(-1), state["output.o"].split(4, 1)
+    mixing = state["talking_heads.mixing"]
+    used = [(i, j) for i in range(3) for j in range(3) if pairs or i == j]
+    total = torch.stack([mixing[j, i] * weights[j] @ v[i] @ blocks[i].T for i, j in used]).sum(0)
+    difference = largest_difference(total, layer(x[None])[0].detach())
+    return judge(difference < 1e-12, difference=difference, pairs=len(used))
+
+
+def query_key_circuit(*, width: int = 4) -> Outcome:
+    """Whether W_Q W_K is defined for matrices of 12 x width, and scores by x W_Q W_K^T x^T."""
+    x, w_q, w_k = sample(1, 7, 12), sample(2, 12, width), sample(3, 12, width)
+    difference = largest_difference(x @ (w_q @ w_k.T) @ x.T, (x @ w_q) @ (x @ w_k).T)
+    try:
+        product = " x ".join(map(str, (w_q @ w_k).shape))
+    except RuntimeError:
+        product = "-"
+    return judge(product != "-", product=product, difference=difference)
+
+
+def circuits_of_a_model(*, site: str = "decoder.1.cross") -> Outcome:
+    """x W_Q W_K^T z^T of a head of the bundled translator, against the scores that its layer computes.
+
+    A self-attention layer of the translator has rotary embeddings, so its scores depend on the distance too.
+    """
+    circuits = get_circuits(load_sample_model())[site]
+    head, x = circuits.qk_circuit(0), sample(1, 7, circuits.spec.model).float()
+    z, probe = sample(2, 9, circuits.spec.model).float(), Probe("scores")
+    other = z if site.endswith("cross") else x
+    circuits.layer(x[None], source=z[None] if site.endswith("cross") else None, probe=probe)
+    scores = (x @ head.left @ head.right @ other.T).detach() / math.sqrt(circuits.spec.heads.dim)
+    computed = probe.tensors["scores"][0, 0].detach()
+    difference = largest_difference(scores, computed) / float(computed.abs().max())
+    return judge(difference < 1e-4, difference=difference, model=circuits.spec.model, rank=head.left.shape[1])

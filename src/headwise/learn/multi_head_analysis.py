@@ -1,0 +1,221 @@
+"""Runs of document 002, sections 2.3 to 2.7: cost, composition, and what heads of a trained model do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .. import costs
+from ..costs.roofline import Device
+from ..head_analysis.rank_analysis import measure_qk_spectra
+from ..nn import head_axis_ops
+from ..nn.attention import Attention
+from ..presets import design, from_toml
+from ..viewer.bundled_sample import load_sample_model, load_sample_table, load_sample_trace
+from .attention_mechanism import multi_head_formula
+from .entry import Outcome, judge, judge_condition
+from .matrix_figures import draw_heads
+from .parameters_and_scaling import robust_to_corrupted_heads
+from .sampled_tensors import largest_difference, make_layer, sample
+
+__all__ = ["multi_head_formula", "robust_to_corrupted_heads"]
+
+
+def _entropy(weights: Tensor) -> Tensor:
+    return -(weights * weights.clamp(min=1e-300).log()).sum(-1)
+
+
+# --- Section 2.3: arithmetic intensity -----------------------------------------------------------------
+
+
+def intensity_below_one(*, group: int = 8, dtype_bytes: float = 2.0) -> Outcome:
+    """FLOPs per byte of a product of a 4096 x 4096 matrix with a vector, and of decoding with grouped queries.
+
+    `group` is the number of query heads per key-value head, `dtype_bytes` the bytes of a number of weights and cache.
+    """
+    numbers = {}
+    for name, size in (("fp32", 4.0), ("bf16", 2.0), ("int8", 1.0), ("int4", 0.5)):
+        numbers[name] = 2 * 4096**2 / (4096**2 * size + 2 * 4096 * min(size, 2.0))
+    for name, heads in (("mha", 1), ("gqa", group)):
+        spec = design(model=4096, heads=32, kv=32 // heads)
+        work = costs.self_attention_work(spec, batch=1, queries=1, past=8191)
+        core = costs.required_flops(spec, work) - 2 * costs.count_parameters(spec)
+        numbers[name] = core / (8192 * costs.cached_numbers_per_token(spec) * dtype_bytes)
+    own = 2 / dtype_bytes
+    return judge(max(own, numbers["gqa"]) < 1, **numbers, group=group)
+
+
+def batching_and_compute(*, batch: int = 512) -> Outcome:
+    """FLOPs per byte of a bf16 weight product with a batch of tokens, beside the ridge point of an H200."""
+    device = Device.from_name("h200")
+    ridge, tokens = device.ridge_point("bf16"), device.compute_bound_tokens("bf16")
+    intensity = {size: 2 * size / 2 for size in (64, batch)}
+    cores = [_decode_intensity(rows) for rows in (1, batch)]
+    numbers = {"large": intensity[batch], "small": intensity[64], "ridge": ridge, "tokens": tokens, "core": cores[1]}
+    return judge_condition(intensity[batch] > ridge, intensity[64] > ridge, **numbers, batch=batch)
+
+
+def _decode_intensity(batch: int) -> float:
+    """FLOPs per cached byte of scores and values of a decode step in bf16."""
+    spec = design(model=512, heads=8)
+    work = costs.self_attention_work(spec, batch=batch, queries=1, past=1023)
+    core = costs.required_flops(spec, work) - 2 * batch * costs.count_parameters(spec)
+    return core / (2 * batch * 1024 * costs.cached_numbers_per_token(spec))
+
+
+# --- Section 2.4: two heads ----------------------------------------------------------------------------
+
+
+def two_trained_heads(*, same: bool = False) -> Outcome:
+    """The two cross heads of the bundled translator that differ most, over one sentence, with a figure."""
+    trace = load_sample_trace()
+    site = "decoder.1.cross"
+    layer = trace.get_layer(site)
+    heads = [torch.as_tensor(trace.head_weights(site, head)).double() for head in range(layer.heads)]
+    pairs = {
+        (one, other): float((_entropy((a + b) / 2) - (_entropy(a) + _entropy(b)) / 2).mean())
+        for one, a in enumerate(heads)
+        for other, b in enumerate(heads)
+        if one < other
+    }
+    one, other = max(pairs, key=lambda pair: pairs[pair])
+    other, divergence = (one, 0.0) if same else (other, pairs[one, other])
+    queries, keys = (trace.streams[name][0].words for name in ("text", "source"))
+    named = [(f"{site} head {head}", heads[head].tolist()) for head in (one, other)]
+    outcome = judge(divergence > 0.1, one=one, other=other, divergence=divergence, most=math.log(2))
+    figure = draw_heads(named, list(queries)[: len(heads[0])], list(keys)[: heads[0].shape[1]])
+    return Outcome(outcome.verdict, outcome.numbers, figure)
+
+
+# --- Section 2.5: collaborative heads ------------------------------------------------------------------
+
+
+def collaborative_cost(*, heads: int = 8) -> Outcome:
+    """Parameters and FLOPs of scores of collaborative attention with a shared width d/2, and of MHA."""
+    specs = {"mha": design(model=512, heads=heads), "shared": design(preset="collaborative", model=512, heads=heads)}
+    numbers = {}
+    for name, spec in specs.items():
+        numbers[f"{name}_params"] = costs.count_parameters(spec)
+        numbers[f"{name}_flops"] = costs.required_flops(spec, costs.self_attention_work(spec, batch=1, queries=2048))
+    return judge(numbers["shared_flops"] < numbers["mha_flops"], **numbers)
+
+
+def third_of_the_dimensions(*, model: nn.Module | None = None) -> Outcome:
+    """Share of the dimensions of the summed W_Q W_K^T that holds 90 % of its energy: translator, Gaussian weights."""
+    spectra = measure_qk_spectra(load_sample_model() if model is None else model)
+    share = sum(layer.summed.dims / layer.summed.most for layer in spectra) / len(spectra)
+    chance = sum(layer.summed.chance / layer.summed.most for layer in spectra) / len(spectra)
+    return judge(share < 1 / 3, share=share, chance=chance, layers=len(spectra))
+
+
+def concat_is_a_special_case(*, mixing: str = "blocks") -> Outcome:
+    """Collaborative attention with vectors m_i of zeros and ones, against MHA; `mixing` "ones" shares everything."""
+    plain = make_layer(design(model=12, heads=3))
+    text = 'model = 12\nheads = {q = 3, dim = 4}\nproject = {part = "Collaborative", width = 12}'
+    shared = make_layer(from_toml(text))
+    state = dict(plain.state_dict())
+    blocks = torch.eye(3, dtype=torch.float64).repeat_interleave(4, 1)
+    state["project.mixing"] = blocks if mixing == "blocks" else torch.ones_like(blocks)
+    state["project.content"] = torch.zeros_like(shared.state_dict()["project.content"])
+    shared.load_state_dict(state)
+    x = sample(1, 1, 7, 12)
+    difference = largest_difference(shared(x).detach(), plain(x).detach())
+    return judge(difference < 1e-12, difference=difference)
+
+
+# --- Section 2.6: what heads do ------------------------------------------------------------------------
+
+
+def few_heads_attend_to_themselves(*, tied: bool = False) -> Outcome:
+    """Mean weight of a token on itself in random layers with 1 and 16 heads, over 32 tokens of width 64."""
+    numbers = {f"h{heads}": _self_weight(heads, tied) for heads in (1, 16)}
+    return judge(numbers["h1"] > 2 * numbers["h16"], **numbers, chance=1 / 32)
+
+
+def _self_weight(heads: int, tied: bool) -> float:
+    dim = 64 // heads
+    x, w_q, w_k = sample(1, 20, 1, 32, 64), sample(2, heads, 64, dim) / 8, sample(3, heads, 64, dim) / 8
+    scores = (x @ w_q) @ (x @ (w_q if tied else w_k)).mT / math.sqrt(dim)
+    return float(scores.softmax(-1).diagonal(0, -2, -1).mean())
+
+
+def _positional_shares() -> dict[tuple[str, int], list[float]]:
+    """R^2 of the weights explained by the offset alone, of each self-attention head of the translator, by layer."""
+    layers: dict[tuple[str, int], list[float]] = {}
+    for head in load_sample_table().heads:
+        if head.kind == "attention":
+            layers.setdefault((head.stack, head.layer), []).append(head.measures["positional_share"].value)
+    return layers
+
+
+def fixed_patterns(*, shares: Sequence[float] | None = None) -> Outcome:
+    """Heads of the bundled translator whose weights the offset explains by more than half (R^2)."""
+    values = [share for layer in _positional_shares().values() for share in layer] if shares is None else list(shares)
+    fixed = sum(share > 0.5 for share in values)
+    return judge(fixed > len(values) / 2, fixed=fixed, heads=len(values), mean=sum(values) / len(values))
+
+
+def positions_by_depth(*, shares: Sequence[float] | None = None) -> Outcome:
+    """Mean positional share of the first and of the last layer of the translator's encoder and decoder."""
+    layers = _positional_shares()
+    means = {key: sum(values) / len(values) for key, values in layers.items()}
+    numbers = {f"{stack}_{layer}": means[stack, layer] for stack in ("encoder", "decoder") for layer in (0, 2)}
+    if shares is not None:
+        numbers = dict(zip(numbers, shares, strict=True))
+    rises = all(numbers[f"{stack}_2"] > numbers[f"{stack}_0"] for stack in ("encoder", "decoder"))
+    return judge(rises, **numbers)
+
+
+def diversity_by_depth(*, reverse: bool = False) -> Outcome:
+    """Generalised Jensen-Shannon divergence of the heads of each encoder layer, over log h; `reverse` swaps layers."""
+    trace, layers = load_sample_trace(), []
+    for number in range(3):
+        site = f"encoder.{number}.attention"
+        count = trace.get_layer(site).heads
+        heads = torch.stack([torch.as_tensor(trace.head_weights(site, head)) for head in range(count)]).double()
+        spread = _entropy(heads.mean(0)).mean() - _entropy(heads).mean()
+        layers.append(float(spread) / math.log(count))
+    layers = layers[::-1] if reverse else layers
+    return judge(layers[0] > layers[1] > layers[2], first=layers[0], second=layers[1], third=layers[2])
+
+
+def left_or_right(*, alternate: bool = True) -> Outcome:
+    """A head whose largest weight alternates between both neighbours: share at left or right, and at one offset."""
+    offsets = [(-1 if position % 2 else 1) if alternate else -1 for position in range(1, 101)]
+    either = sum(abs(offset) == 1 for offset in offsets) / 100
+    fixed = max(offsets.count(offset) for offset in set(offsets)) / 100
+    return judge((either >= 0.9) == (fixed >= 0.9), either=either, fixed=fixed)
+
+
+def heads_that_remain(*, kept: int = 17, heads: int = 48) -> Outcome:
+    """Share of the heads that remain, and that are pruned."""
+    return judge(abs(kept / heads - 2 / 3) < 0.05, share=kept / heads, pruned=1 - kept / heads)
+
+
+def gate_and_prune(*, gate: float = 0.0) -> Outcome:
+    """A head gated by this factor, against the layer without that head."""
+    layer, x = make_layer(design(model=12, heads=3)), sample(1, 1, 7, 12)
+    factors = torch.tensor([1.0, gate, 1.0], dtype=torch.float64)[:, None]
+    gated = layer.merge_heads(layer.head_outputs(x) * factors).detach()
+    spec, weights = head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [0, 2])
+    small = Attention(spec).double()
+    small.load_state_dict(weights)
+    difference = largest_difference(small(x).detach(), gated)
+    return judge(difference < 1e-12, difference=difference, parameters=costs.count_parameters(spec))
+
+
+# --- Section 2.7: cost by the width of a head ----------------------------------------------------------
+
+
+def cost_by_width(*, with_model: bool = False) -> Outcome:
+    """FLOPs of scores and values for heads of 32 and 64 channels; `with_model` compares projections of d and 2 d."""
+    flops = []
+    for dim in (32, 64):
+        spec = design(model=8 * dim if with_model else 512, heads=8, dim=dim)
+        work = costs.self_attention_work(spec, batch=1, queries=2048)
+        projections = 2 * 2048 * costs.count_parameters(spec)
+        flops.append(projections if with_model else costs.required_flops(spec, work) - projections)
+    return judge(abs(flops[1] / flops[0] - 4) < 0.1, narrow=flops[0], wide=flops[1], growth=flops[1] / flops[0])

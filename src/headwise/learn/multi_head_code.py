@@ -1,0 +1,166 @@
+"""Runs of document 002, section 3: the listing of multi-head attention, its eight steps, and how it is called."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.multihead_attention import MultiHeadAttention
+from ..nn.op_trace import walk
+from ..presets import design
+from .attention_mechanism import causal_mask
+from .entry import Outcome, judge, judge_condition
+from .kernel_lookup import cross_attention, one_source_or_two
+from .matrix_figures import draw_matrices
+from .sampled_tensors import largest_difference, make_layer, sample
+
+__all__ = ["causal_mask", "cross_attention", "one_source_or_two"]
+
+Shape = tuple[int, ...]
+
+
+class HarvardAttention(nn.Module):
+    """Four linear maps of d_model, h heads, and -1e9 for masked scores, as the listing describes them."""
+
+    def __init__(self, heads: int, model: int) -> None:
+        super().__init__()
+        self.heads, self.dim = heads, model // heads
+        self.linears = nn.ModuleList(nn.Linear(model, model) for _ in range(4))
+        self.double()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The output [batch, seq_len, d_model]; the mask [batch, 1 or T, S] is alike for all heads."""
+        batch, inputs = query.shape[0], (query, key, value)
+        q, k, v = (
+            linear(x).view(batch, -1, self.heads, self.dim).transpose(1, 2)
+            for linear, x in zip(list(self.linears)[:3], inputs, strict=True)
+        )
+        scores = q @ k.transpose(-2, -1) / math.sqrt(self.dim)
+        if mask is not None:
+            scores = scores.masked_fill(mask.unsqueeze(1) == 0, -1e9)
+        z = (scores.softmax(-1) @ v).transpose(1, 2).contiguous().view(batch, -1, self.heads * self.dim)
+        return self.linears[3](z)
+
+
+def _same_weights(listing: HarvardAttention, heads: int) -> MultiHeadAttention:
+    ours = MultiHeadAttention(12, heads).double()
+    for number, linear in enumerate((ours.query, ours.key, ours.value, ours.output)):
+        source = listing.linears[number]
+        linear.load_state_dict(source.state_dict())
+    return ours
+
+
+def harvard_listing(*, heads: int = 3, ours: int = 3) -> Outcome:
+    """The listing against hw.nn.MultiHeadAttention with its weights: rows with a visible key, and a row without."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        listing = HarvardAttention(heads, 12)
+    layer, x = _same_weights(listing, ours), sample(1, 2, 7, 12)
+    mask = sample(2, 2, 7, 7) > 0
+    mask[:, :, 0] = True
+    equal = largest_difference(listing(x, x, x, mask).detach(), layer(x, x, x, mask).detach())
+    mask[0, 1] = False
+    hidden = largest_difference(listing(x, x, x, mask).detach(), layer(x, x, x, mask).detach())
+    return judge_condition(equal < 1e-12, hidden < 1e-12, visible=equal, hidden=hidden)
+
+
+def shapes_of_the_steps(*, heads: int = 8) -> Outcome:
+    """The shapes of the eight steps as the document numbers them, against those that hw.walk finds in a real layer."""
+    seen = [step.shape for step in walk(design(model=512, heads=heads), batch=5, tokens=10).steps]
+    claimed: list[Shape] = [(5, 10, 512), (5, 10, 8, 64), (5, 8, 10, 64), (5, 8, 10, 10), (5, 10, 8, 64), (5, 10, 512)]
+    found, place = 0, 0
+    for shape in claimed:
+        later = [number for number in range(place, len(seen)) if seen[number] == shape]
+        if later:
+            found, place = found + 1, later[0] + 1
+    numbers = {"found": found, "claimed": len(claimed), "operations": len(seen)}
+    outcome = judge(found == len(claimed), **numbers)
+    return Outcome(outcome.verdict, outcome.numbers, _walk_figure())
+
+
+def _walk_figure() -> str:
+    """The eight steps of 3 tokens of width 4 with 2 heads, with their numbers."""
+    layer, x = make_layer(design(model=4, heads=2)), sample(5, 3, 4)
+    state = layer.state_dict()
+    q, k, v = (x @ state[f"project.{side}"].T for side in "qkv")
+    named: list[tuple[str, Tensor]] = [("X", x), ("1 X W_Q", q)]
+    outputs = []
+    for head in range(2):
+        part = slice(2 * head, 2 * head + 2)
+        weights = (q[:, part] @ k[:, part].T / math.sqrt(2)).softmax(-1)
+        outputs.append(weights @ v[:, part])
+        named += [(f"2-3 Q head {head}", q[:, part]), (f"4 A head {head}", weights), (f"4 Z head {head}", outputs[-1])]
+    z = torch.cat(outputs, -1)
+    named += [("5-7 concat", z), ("8 concat W_O", z @ state["output.o"].T)]
+    return draw_matrices([(name, matrix.tolist()) for name, matrix in named])
+
+
+def three_or_many_matrices(*, blocks: str = "columns") -> Outcome:
+    """Queries by one large matrix and view, and by one small matrix per head; `blocks` says how it is cut."""
+    x, w_q = sample(1, 7, 12), sample(2, 12, 12)
+    large = (x @ w_q).view(7, 3, 4)
+    columns = list(range(12)) if blocks == "columns" else [head + 3 * n for head in range(3) for n in range(4)]
+    small = torch.stack([x @ w_q[:, columns[4 * head : 4 * head + 4]] for head in range(3)], 1)
+    difference = largest_difference(large, small)
+    return judge(difference > 1e-12, difference=difference)
+
+
+def eight_dimensions(*, width: int = 64) -> Outcome:
+    """Dimensions of the sub-space of one of 8 heads, by the rank of its projection."""
+    rank = int(torch.linalg.matrix_rank(sample(1, 512, width)))
+    return judge(rank == 8, heads=8, rank=rank)
+
+
+def three_or_four_axes(*, transpose: bool = True) -> Outcome:
+    """Attention on [B, h, T, d_k] against [B h, T, d_k]; without `transpose`, heads and tokens are mixed up."""
+    q, k, v = (sample(seed, 2, 7, 3, 4) for seed in (1, 2, 3))
+    four = [t.transpose(1, 2) for t in (q, k, v)]
+    three = [(t.transpose(1, 2) if transpose else t).reshape(6, 7, 4) for t in (q, k, v)]
+    outputs = [(a @ b.mT / 2).softmax(-1) @ c for a, b, c in (four, three)]
+    difference = largest_difference(outputs[0].reshape(6, 7, 4), outputs[1])
+    return judge(difference < 1e-12, difference=difference)
+
+
+def merged_tensor(*, tokens: int = 10) -> Outcome:
+    """Shapes of the scores and of the head outputs that step 5 transposes, for d = 512 and 8 heads."""
+    steps = walk(design(model=512, heads=8), batch=5, tokens=tokens).steps
+    scores = next(step.shape for step in steps if step.shape == (5, 8, tokens, tokens))
+    last = max(number for number, step in enumerate(steps) if step.shape == scores)
+    output = next(step.shape for step in steps[last + 1 :] if len(step.shape) == 4)
+    text = {"scores": " x ".join(map(str, scores)), "output": " x ".join(map(str, output))}
+    return judge(sorted(output) == sorted(scores), **text, merged=output[-1] * 8)
+
+
+def contiguous_copies(*, transposed: bool = False) -> Outcome:
+    """Whether contiguous() copies a tensor that is contiguous, and one that is transposed."""
+    x = sample(1, 5, 10, 8, 4)
+    copies = [tensor.contiguous().data_ptr() != tensor.data_ptr() for tensor in (x, x.transpose(1, 2))]
+    return judge(copies[1] if transposed else copies[0], contiguous=str(copies[0]), transposed=str(copies[1]))
+
+
+def shape_of_the_mask(*, width: int = 12) -> Outcome:
+    """Whether a mask [B, T, d_model] fits the scores [B, h, T, S] of 5 tokens, and one of [B, 1, S]."""
+    layer, x = MultiHeadAttention(12, 3).double(), sample(1, 2, 5, 12)
+    shape = layer(x, x, x, torch.ones(2, 1, 5)).shape
+    try:
+        layer(x, x, x, torch.ones(2, 5, width))
+        message = "-"
+    except ValueError as error:
+        message = str(error)
+    return judge(message == "-", right=" x ".join(map(str, shape)), message=message)
+
+
+def encoder_layer(*, same: bool = True) -> Outcome:
+    """query = key = value = x in hw.nn.MultiHeadAttention, against the layer of headwise called with x."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        ours = MultiHeadAttention(12, 3, bias=False).double()
+    layer = make_layer(design(model=12, heads=3))
+    names = {"project.q": ours.query, "project.k": ours.key, "project.v": ours.value, "output.o": ours.output}
+    layer.load_state_dict({name: linear.weight.detach() for name, linear in names.items()})
+    x = sample(1, 1, 7, 12)
+    other = x if same else sample(2, 1, 7, 12)
+    difference = largest_difference(ours(x, other, other).detach(), layer(x).detach())
+    return judge(difference < 1e-12, difference=difference)

@@ -1,0 +1,195 @@
+"""Runs of document 002, sections 0 to 2.2: why several heads, weights, biases, W_O, sub-spaces and sparsity."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import costs
+from ..presets import design
+from ..viewer.bundled_sample import load_sample_trace
+from .entry import Outcome, judge, judge_condition
+from .misconceptions import not_an_ensemble
+from .parameters_and_scaling import equal_widths_needed
+from .sampled_tensors import largest_difference, make_layer, sample
+from .self_attention_basics import heads_share_weights
+
+__all__ = ["equal_widths_needed"]
+
+
+def embedding_in_pieces(*, cut: bool = False) -> Outcome:
+    """Channels of the input that the query of one of 4 heads depends on; `cut` gives each head its own channels."""
+    weight = sample(1, 4, 3, 12)
+    if cut:
+        for head in range(4):
+            weight[head, :, : 3 * head] = weight[head, :, 3 * head + 3 :] = 0
+    read = int((weight[0].abs().amax(0) > 0).sum())
+    x = sample(2, 12)
+    layer = make_layer(design(model=12, heads=4))
+    layer.load_state_dict(layer.state_dict() | {"project.q": weight.flatten(0, 1)})
+    slopes = torch.func.jacrev(lambda x: x @ layer.state_dict()["project.q"][:3].T)(x)
+    return judge(int((slopes.abs().amax(0) > 0).sum()) == 3, channels=read, width=12, per_head=3)
+
+
+def large_diagonal(*, tied: bool = False) -> Outcome:
+    """Diagonal of Q K^T / sqrt(d_k) beside the rest, for random W_Q and W_K, and for W_Q = W_K; 64 tokens."""
+    numbers = _diagonal(tied)
+    equal = {f"tied_{name}": value for name, value in _diagonal(True).items() if name in ("mean", "weight")}
+    return judge(numbers["mean"] > 3 * numbers["spread"], **numbers, **equal, uniform=1 / 64)
+
+
+def _diagonal(tied: bool) -> dict[str, float]:
+    x, width = sample(1, 200, 64, 64), 64
+    w_q = sample(2, 64, width) / 8
+    w_k = w_q if tied else sample(3, 64, width) / 8
+    scores = (x @ w_q) @ (x @ w_k).mT / math.sqrt(width)
+    diagonal = scores.diagonal(0, -2, -1)
+    off = scores[:, ~torch.eye(64, dtype=torch.bool)]
+    weight = scores.softmax(-1).diagonal(0, -2, -1).mean()
+    return {
+        "mean": float(diagonal.mean()),
+        "spread": float(off.std()),
+        "off": float(off.mean()),
+        "weight": float(weight),
+    }
+
+
+def own_projections(*, kv: int = 3) -> Outcome:
+    """Heads whose output changes when W_K of one key head changes, of 3."""
+    numbers = heads_share_weights(kv=kv).numbers
+    return judge(numbers["changed"] == 1, **numbers)
+
+
+def sizes_of_the_paper(*, heads: int = 8, model: int = 512) -> Outcome:
+    """d_k and d_v of a layer of this width with this many heads."""
+    spec = design(model=model, heads=heads)
+    sizes = {"dim": spec.heads.dim, "vdim": spec.heads.vdim}
+    return judge(sizes == {"dim": 64, "vdim": 64}, **sizes)
+
+
+def llama_listing(*, bias: str = "") -> Outcome:
+    """Parameters of the attention of Llama 3 8B by the shapes of the listing, against the layer of headwise."""
+    dim, heads, kv, width = 4096, 32, 8, 128
+    listed = 2 * dim * heads * width + 2 * dim * kv * width
+    spec = design(model=dim, heads=heads, kv=kv, bias=bias)
+    counted = costs.count_parameters(spec)
+    return judge(counted == listed, counted=counted, listed=listed)
+
+
+def heads_over_ranks(*, ranks: int = 16, kv_heads: int = 8, heads: int = 32) -> Outcome:
+    """n_kv_heads // model_parallel and the repetitions n_rep, for 8 and for `ranks` ranks."""
+    local = {8: kv_heads // 8, ranks: kv_heads // ranks}
+    numbers = {"at_8": local[8], "at_many": local[ranks], "ranks": ranks, "q_at_many": heads // ranks}
+    return judge_condition(local[8] > 0, local[ranks] > 0, **numbers)
+
+
+def capacity_of_one_head(*, width: int | None = None) -> Outcome:
+    """Parameters of one head and of 8 at d = 512, the share of zero weights, and ranks of summed score matrices.
+
+    With `width`, every head has this width.
+    """
+    one, eight = (costs.count_parameters(design(model=512, heads=heads, dim=width)) for heads in (1, 8))
+    weight = make_layer(design(model=64, heads=1)).state_dict()["project.q"]
+    x = sample(1, 100, 64)
+    rank = int(torch.linalg.matrix_rank((x @ sample(2, 64, 8)) @ (x @ sample(3, 64, 8)).T))
+    zeros = float((weight.abs() < 1e-12).double().mean())
+    return judge(one < eight or zeros > 0.5, one=one, eight=eight, zeros=zeros, rank=rank)
+
+
+def equal_importance(*, equal: bool = False) -> Outcome:
+    """Norms of the contributions z_h W_O^h of 4 heads, and their sum against concat(z) W_O.
+
+    With `equal`, all heads have equal weights.
+    """
+    layer, x = make_layer(design(model=16, heads=4)), sample(1, 1, 7, 16)
+    if equal:
+        state = layer.state_dict()
+        names = [f"project.{side}" for side in "qkv"]
+        layer.load_state_dict({name: state[name][:4].repeat(4, 1) for name in names} | {"output.o": _repeated(state)})
+    o = layer.head_outputs(x).detach()
+    blocks = layer.state_dict()["output.o"].split(4, 1)
+    parts = torch.stack([o[:, :, head] @ block.T for head, block in enumerate(blocks)])
+    norms = parts.flatten(1).norm(dim=1)
+    difference = largest_difference(parts.sum(0), layer.merge_heads(o).detach())
+    ratio = float(norms.max() / norms.min())
+    return judge(ratio < 1 + 1e-9, ratio=ratio, difference=difference)
+
+
+def _repeated(state: dict[str, Tensor]) -> Tensor:
+    return state["output.o"][:, :4].repeat(1, 4)
+
+
+def shape_of_w_o(*, vdim: int | None = None) -> Outcome:
+    """Rows and columns of W_O with d_v = d/h, and with d_v = 5."""
+    shapes = [tuple(reversed(design(model=12, heads=3, vdim=size).shapes()["output.o"])) for size in (vdim, 5)]
+    sizes = {"usual": " x ".join(map(str, shapes[0])), "wide": " x ".join(map(str, shapes[1]))}
+    return judge_condition(shapes[0][0] == shapes[0][1], shapes[1][0] == shapes[1][1], **sizes)
+
+
+def larger_block_of_w_o(*, side: str = "o") -> Outcome:
+    """A head's block of W_O times 2 against its output gated by 2; `side` "q" scales its queries instead."""
+    layer, x = make_layer(design(model=12, heads=3)), sample(1, 1, 7, 12)
+    o = layer.head_outputs(x).detach()
+    gated = layer.merge_heads(o * torch.tensor([2.0, 1.0, 1.0], dtype=o.dtype)[:, None]).detach()
+    state = {name: weight.clone() for name, weight in layer.state_dict().items()}
+    if side == "o":
+        state["output.o"][:, :4] *= 2
+    else:
+        state["project.q"][:4] *= 2
+    layer.load_state_dict(state)
+    difference = largest_difference(layer(x).detach(), gated)
+    return judge(difference < 1e-12, difference=difference)
+
+
+def convolution_by_heads(*, heads: int = 3) -> Outcome:
+    """A convolution of 3 tokens against heads that each attend to one offset, with the kernel's slices as W_V W_O."""
+    x, kernel = sample(1, 9, 4), sample(2, 5, 4, 3)
+    convolved = F.conv1d(x.T[None], kernel, padding=1)[0].T
+    summed = torch.zeros_like(convolved)
+    for head in range(heads):
+        weights = torch.diag(torch.ones(9 - abs(head - 1), dtype=x.dtype), head - 1)
+        summed += weights @ x @ kernel[:, :, head].T
+    difference = largest_difference(summed, convolved)
+    return judge(difference < 1e-12, difference=difference, heads=heads)
+
+
+def heads_as_ensemble(*, independent: bool = False) -> Outcome:
+    """Second derivative of one loss by the outputs of two heads: 0 if heads are an ensemble of models."""
+    numbers = not_an_ensemble(independent=independent).numbers
+    return judge(float(numbers["coupling"]) < 1e-9, **numbers)
+
+
+def sparse_rows(*, weights: str = "translator") -> Outcome:
+    """Share of the visible keys that holds 90 % of a row's mass, over the heads of the bundled translator.
+
+    `weights` "uniform" replaces them by uniform rows.
+    """
+    shares, chance = [], []
+    trace = load_sample_trace()
+    for layer in trace.layers:
+        causal = layer.calls[0].causal
+        for head in range(layer.heads):
+            rows = torch.as_tensor(trace.head_weights(layer.name, head)).double()
+            visible = torch.ones_like(rows).tril() if causal else torch.ones_like(rows)
+            uniform = visible / visible.sum(-1, keepdim=True)
+            shares.append(_support(uniform if weights == "uniform" else rows, visible))
+            chance.append(_support(uniform, visible))
+    mean, by_chance = sum(shares) / len(shares), sum(chance) / len(chance)
+    return judge(mean < by_chance / 2, support=mean, uniform=by_chance, heads=len(shares))
+
+
+def _support(rows: Tensor, visible: Tensor) -> float:
+    """Mean share of the visible keys that are needed for 90 % of a row."""
+    sums = rows.sort(-1, descending=True).values.cumsum(-1)
+    needed = (sums < 0.9 - 1e-6).sum(-1) + 1
+    return float((needed / visible.sum(-1)).mean())
+
+
+def sparsity_and_rank(*, scale: float = 1.0) -> Outcome:
+    """Rank of 50 x 50 scores of width 8 before and after softmax."""
+    scores = sample(1, 50, 8) @ sample(2, 8, 50) * scale
+    ranks = [int(torch.linalg.matrix_rank(matrix)) for matrix in (scores, scores.softmax(-1))]
+    return judge(ranks[1] <= 8, scores=ranks[0], weights=ranks[1], width=8)

@@ -1,0 +1,276 @@
+"""Document 002, sections 0 to 2: every number against numpy, and every verdict with an input that changes it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import headwise as hw
+from headwise.head_analysis.random_baseline import make_random_baseline
+from headwise.learn.sampled_tensors import make_layer, sample
+from headwise.viewer import bundled_sample
+from support import learn_entries as learn
+from support.learn_entries import array, attention, entropy, layer_parts, softmax
+
+ENTRIES = learn.entries_of("002")
+SAMPLE = json.loads(Path(bundled_sample.MEASURES).read_text())
+
+
+def diagonals() -> dict:
+    x, w_q, w_k = (array(sample(1, 200, 64, 64)), array(sample(2, 64, 64)) / 8, array(sample(3, 64, 64)) / 8)
+    numbers = {}
+    for name, keys in (("", w_k), ("tied_", w_q)):
+        scores = np.einsum("bid,bjd->bij", x @ w_q, x @ keys) / 8
+        inside = np.eye(64, dtype=bool)
+        numbers[f"{name}mean"] = float(scores[:, inside].mean())
+        numbers[f"{name}weight"] = float(softmax(scores)[:, inside].mean())
+        if not name:
+            numbers |= {"off": float(scores[:, ~inside].mean()), "spread": float(scores[:, ~inside].std(ddof=1))}
+    return numbers | {"uniform": 1 / 64}
+
+
+def contributions() -> dict:
+    layer, x = make_layer(hw.design(model=16, heads=4)), array(sample(1, 1, 7, 16))[0]
+    outputs, w_o = layer_parts(layer, x, 4)[1], array(layer.state_dict()["output.o"])
+    norms = [np.linalg.norm(outputs[:, head] @ w_o[:, 4 * head : 4 * head + 4].T) for head in range(4)]
+    return {"ratio": float(max(norms) / min(norms)), "difference": 0.0}
+
+
+def coupling() -> dict:
+    weight = array(make_layer(hw.design(model=12, heads=3)).state_dict()["output.o"])
+    return {"coupling": float(np.abs(2 * weight[:, :4].T @ weight[:, 4:8]).max())}
+
+
+def layers_of_the_trace() -> list[tuple[str, np.ndarray, bool]]:
+    """Site, weights [head, query, key] from queries and keys of the trace, and whether the layer is causal."""
+    trace, layers = bundled_sample.load_sample_trace(), []
+    for layer in trace.layers:
+        heads = [np.asarray(trace.head_weights(layer.name, head), dtype=float) for head in range(layer.heads)]
+        layers.append((layer.name, np.stack(heads), layer.kind == "attention" and layer.stack == "decoder"))
+    return layers
+
+
+def support() -> dict:
+    shares, uniform = [], []
+    for _, heads, causal in layers_of_the_trace():
+        count = heads.shape[2]
+        for rows in heads:
+            for number, row in enumerate(rows):
+                visible = number + 1 if causal else count
+                sums = np.cumsum(np.sort(row)[::-1])
+                shares.append((np.argmax(sums >= 0.9 - 1e-6) + 1) / visible / len(rows))
+                uniform.append(math.ceil(0.9 * visible - 1e-6) / visible / len(rows))
+    numbers = {"support": float(np.sum(shares) / 54), "uniform": float(np.sum(uniform) / 54)}
+    return {name: pytest.approx(value, rel=1e-3) for name, value in numbers.items()} | {"heads": 54}
+
+
+def intensities() -> dict:
+    weights = {name: 2 * 4096 / (4096 * size + 2 * min(size, 2)) for name, size in BYTES.items()}
+    return weights | {"mha": 4 * 128 / (2 * 128 * 2), "gqa": 8 * 4 * 128 / (2 * 128 * 2), "group": 8}
+
+
+BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 0.5}
+
+
+def roofline() -> dict:
+    ridge = 989e12 / 4800e9
+    return {"tokens": ridge, "ridge": ridge, "batch": 512, "large": 512.0, "small": 64.0, "core": 1.0}
+
+
+def most_different_heads() -> dict:
+    heads = next(weights for name, weights, _ in layers_of_the_trace() if name == "decoder.1.cross")
+    pairs = {
+        (one, other): float(
+            (entropy((heads[one] + heads[other]) / 2) - (entropy(heads[one]) + entropy(heads[other])) / 2).mean()
+        )
+        for one in range(6)
+        for other in range(one + 1, 6)
+    }
+    one, other = max(pairs, key=lambda pair: pairs[pair])
+    return {
+        "one": one,
+        "other": other,
+        "divergence": pytest.approx(pairs[one, other], abs=1e-6),
+        "most": math.log(2),
+    }
+
+
+def shared_space() -> dict:
+    d, n, h, wide = 512, 2048, 8, 256
+    shared = 2 * d * wide + 2 * d * d + h * wide + h * d  # queries, keys; values, output; mixing, content
+    mha_flops = 8 * n * d * d + 4 * n * n * d
+    return {"mha_params": 4 * d * d, "mha_flops": mha_flops, "shared_params": shared}
+
+
+def energy_share() -> dict:
+    shares = []
+    for name, weight in (state := bundled_sample.load_sample_model().state_dict()).items():
+        if name.endswith("project.q"):
+            summed = array(weight).astype(float).T @ array(state[name[:-1] + "k"]).astype(float)
+            energy = np.linalg.svd(summed, compute_uv=False) ** 2
+            shares.append((1 + int((energy.cumsum() < 0.9 * energy.sum()).sum())) / 96)
+    rng = np.random.default_rng(1)
+    draws = [rng.standard_normal((96, 96)) @ rng.standard_normal((96, 96)) for _ in range(8)]
+    energies = [np.linalg.svd(draw, compute_uv=False) ** 2 for draw in draws]
+    chance = np.mean([1 + (e.cumsum() < 0.9 * e.sum()).sum() for e in energies]) / 96
+    return {"share": float(np.mean(shares)), "layers": 9, "chance": pytest.approx(chance, rel=0.05)}
+
+
+def own_weight() -> dict:
+    numbers = {"chance": 1 / 32}
+    for heads in (1, 16):
+        dim = 64 // heads
+        x, w_q, w_k = (array(sample(1, 20, 1, 32, 64)), *(array(sample(s, heads, 64, dim)) / 8 for s in (2, 3)))
+        weights = softmax((x @ w_q) @ np.swapaxes(x @ w_k, -1, -2) / math.sqrt(dim))
+        numbers[f"h{heads}"] = float(np.diagonal(weights, axis1=-2, axis2=-1).mean())
+    return numbers
+
+
+def stored_shares() -> list[tuple[str, float]]:
+    """Layer and positional share of each self-attention head, from the stored measures."""
+    return [
+        (f"{head['stack']}_{head['layer']}", head["measures"]["positional_share"]["value"])
+        for head in SAMPLE["heads"]
+        if head["kind"] == "attention"
+    ]
+
+
+def positional() -> dict:
+    shares = [share for _, share in stored_shares()]
+    return {"fixed": sum(share > 0.5 for share in shares), "heads": len(shares), "mean": float(np.mean(shares))}
+
+
+def by_depth() -> dict:
+    names = ("encoder_0", "encoder_2", "decoder_0", "decoder_2")
+    return {name: float(np.mean([share for layer, share in stored_shares() if layer == name])) for name in names}
+
+
+def spreads() -> dict:
+    numbers = {}
+    for number, name in enumerate(("first", "second", "third")):
+        heads = next(weights for site, weights, _ in layers_of_the_trace() if site == f"encoder.{number}.attention")
+        value = (entropy(heads.mean(0)).mean() - entropy(heads).mean()) / math.log(6)
+        numbers[name] = pytest.approx(float(value), abs=1e-6)
+    return numbers
+
+
+def noisy_heads() -> dict:
+    numbers = {}
+    for name, heads in (("few", 4), ("many", 8)):
+        layer, x = make_layer(hw.design(model=64, heads=heads)), array(sample(5, 4, 9, 64))
+        state = {key: array(value) for key, value in layer.state_dict().items()}
+        q, k, v = (np.swapaxes((x @ state[f"project.{s}"].T).reshape(4, 9, heads, -1), 1, 2) for s in "qkv")
+        o = np.swapaxes(attention(q, k, v), 1, 2)
+        bad, changed = heads // 4, o.copy()
+        changed[:, :, :bad] = (array(sample(6, *o.shape)) * o.std(ddof=1))[:, :, :bad]
+        before, after = (rows.reshape(4, 9, -1) @ state["output.o"].T for rows in (o, changed))
+        numbers[name] = float(np.linalg.norm(after - before) / np.linalg.norm(before))
+    return numbers
+
+
+SIZES = "queries and keys need equal channels, keys and values equal other sizes"
+EXPECTED = {
+    "002-0": lambda: {"channels": 12, "width": 12, "per_head": 3},
+    "002-1.1": diagonals,
+    "002-1.3": lambda: {"changed": 1},
+    "002-2.1": lambda: {"query": 5, "key": 4, "message": f"query [3, 5], key [7, 4], value [7, 2]: {SIZES}"},
+    "002-2.1b": lambda: {"dim": 64, "vdim": 64},
+    "002-2.1c": lambda: dict.fromkeys(("listed", "counted"), 4096 * 128 * (32 + 8 + 8 + 32)),
+    "002-2.1d": lambda: {"at_8": 1, "at_many": 0, "ranks": 16, "q_at_many": 2},
+    "002-2.1f": lambda: {"one": 4 * 512**2, "eight": 4 * 512**2, "zeros": 0.0, "rank": 8},
+    "002-2.1g": contributions,
+    "002-2.1h": lambda: {"usual": "12 x 12", "wide": "15 x 12"},
+    "002-2.1i": lambda: {"difference": 0.0},
+    "002-2.2": lambda: {"heads": 3, "difference": 0.0},
+    "002-2.2b": coupling,
+    "002-2.2c": support,
+    "002-2.2d": lambda: {"scores": 8, "width": 8, "weights": 50},
+    "002-2.3": lambda: {"difference": 0.0, "w_o": "15 x 12"},
+    "002-2.3b": intensities,
+    "002-2.3c": roofline,
+    "002-2.4": most_different_heads,
+    "002-2.5": shared_space,
+    "002-2.5b": energy_share,
+    "002-2.5c": lambda: {"difference": 0.0},
+    "002-2.6": own_weight,
+    "002-2.6c": positional,
+    "002-2.6d": by_depth,
+    "002-2.6e": spreads,
+    "002-2.6g": lambda: {"either": 1.0, "fixed": 0.5},
+    "002-2.6h": lambda: {"share": 17 / 48, "pruned": 31 / 48},
+    "002-2.6i": lambda: {"difference": 0.0, "parameters": 4 * 12 * 8},
+    "002-2.7": lambda: {"growth": 2.0},
+    "002-2.7b": noisy_heads,
+}
+CHANGES = {
+    "002-0": {"cut": True},
+    "002-1.1": {"tied": True},
+    "002-1.3": {"kv": 1},
+    "002-2.1": {"key": 5},
+    "002-2.1b": {"heads": 4},
+    "002-2.1c": {"bias": "qkv"},
+    "002-2.1d": {"kv_heads": 16},
+    "002-2.1f": {"width": 64},
+    "002-2.1g": {"equal": True},
+    "002-2.1h": {"vdim": 5},
+    "002-2.1i": {"side": "q"},
+    "002-2.2": {"heads": 2},
+    "002-2.2b": {"independent": True},
+    "002-2.2c": {"weights": "uniform"},
+    "002-2.2d": {"scale": 0.0},
+    "002-2.3": {"own_projection": False},
+    "002-2.3b": {"group": 1, "dtype_bytes": 4.0},
+    "002-2.3c": {"batch": 128},
+    "002-2.4": {"same": True},
+    "002-2.5": {"heads": 1},
+    "002-2.5c": {"mixing": "ones"},
+    "002-2.6": {"tied": True},
+    "002-2.6c": {"shares": (0.9, 0.8, 0.1)},
+    "002-2.6d": {"shares": (0.1, 0.2, 0.1, 0.2)},
+    "002-2.6e": {"reverse": True},
+    "002-2.6g": {"alternate": False},
+    "002-2.6h": {"kept": 32},
+    "002-2.6i": {"gate": 0.5},
+    "002-2.7": {"with_model": True},
+    "002-2.7b": {"fixed": True},
+}
+
+
+@pytest.mark.parametrize("id", EXPECTED)
+def test_numbers_and_verdict(id: str):
+    extra = {"shared_flops"} if id == "002-2.5" else set()
+    learn.check_entry(ENTRIES[id], EXPECTED[id](), counted_elsewhere=extra)
+
+
+@pytest.mark.parametrize("id", CHANGES)
+def test_verdict_follows_the_input(id: str):
+    learn.check_flip(ENTRIES[id], CHANGES[id])
+
+
+def test_random_weights_need_more_than_a_third():
+    baseline = make_random_baseline(bundled_sample.load_sample_model())
+    assert ENTRIES["002-2.5b"].run(model=baseline).verdict != ENTRIES["002-2.5b"].verdict
+
+
+def test_flops_of_collaborative_scores():
+    """Scores cost 2 n^2 h D over the shared width D = 256, values 2 n^2 d, and the queries are mixed once per head."""
+    numbers, n, h, wide, d = ENTRIES["002-2.5"].check().numbers, 2048, 8, 256, 512
+    core = 2 * n * n * (h * wide + d)
+    projections = 2 * n * d * (wide + wide + d + d)
+    assert core < numbers["shared_flops"] - projections < 1.03 * core
+
+
+def test_the_figure_of_two_heads_has_a_line_for_each_strong_weight():
+    heads = next(weights for name, weights, _ in layers_of_the_trace() if name == "decoder.1.cross")
+    result = ENTRIES["002-2.4"].check()
+    shown = [heads[result.numbers["one"]], heads[result.numbers["other"]]]
+    assert result.figure.count("<line") == sum(int((weights >= 0.05).sum()) for weights in shown)
+
+
+def test_every_run_of_these_sections_is_checked():
+    ids = {id for id in learn.runnable("002") if id.split("-")[1][0] in "012"}
+    assert ids == set(EXPECTED) == set(CHANGES) | {"002-2.5b"}
