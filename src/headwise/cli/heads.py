@@ -96,7 +96,12 @@ def _measure_importance(
     from ..head_analysis.head_importance import estimate_importance
     from ..head_analysis.importance_methods import ImportanceOptions
 
-    options = ImportanceOptions(max_seconds=args.budget, num_resamples=args.resamples, seed=args.seed)
+    options = ImportanceOptions(
+        max_seconds=args.budget,
+        normalisation="layer" if args.normalise_layers else "",
+        num_resamples=args.resamples,
+        seed=args.seed,
+    )
     result = extras.importance = estimate_importance(model, examples, method=args.importance, options=options)
     by_head = {(head.site, head.head): head.measure for head in result.heads}
     heads = tuple(
@@ -203,6 +208,11 @@ def _parser() -> CommandParser:
         "--budget", type=float, metavar="SECONDS", help="time limit for --importance (default: no limit)"
     )
     expert.add_argument(
+        "--normalise-layers",
+        action="store_true",
+        help="with --importance, divide the scores of each layer by their l2 norm",
+    )
+    expert.add_argument(
         "--pair",
         nargs="*",
         default=[],
@@ -216,6 +226,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
     check_text_arguments(args)
     if args.resamples < 100:
         raise UsageError(f"--resamples {args.resamples} is too few for a confidence interval; give at least 100")
+    if args.normalise_layers and args.importance is None:
+        raise UsageError("--normalise-layers needs scores to divide; add --importance METHOD")
     if _parse_head_pair(args.pair) and args.out is None:
         raise UsageError("--pair needs a folder for the figure; add --out DIR")
     _check_drawing(args)

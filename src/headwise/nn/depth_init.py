@@ -12,7 +12,6 @@ from ..errors import SpecError, suggest
 from ..parts.initialisers import xavier_uniform, xavier_uniform_bound
 from .attention import Attention
 
-
 FANS = ("own", "joined")
 ONE_INPUT = {"project.q": "q", "project.k": "kv", "project.v": "kv"}  # projections that may be one matrix, by input
 
