@@ -11,7 +11,7 @@ import transformers
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.head_analysis.attention_maps import compute_attention_maps
+from headwise.head_analysis.attention_maps import AttentionMaps, LayerAttention, compute_attention_maps
 from headwise.head_analysis.logit_attribution import attribute_logit
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
@@ -127,6 +127,16 @@ def test_rollout_of_rows_with_a_sink_sums_to_one():
     (site,) = found.layers
     assert found.weights(site).sum(-1).max() < 1
     torch.testing.assert_close(found.rollout().sum(-1), torch.ones(5, dtype=torch.float64))
+    mean = found.weights(site).double().mean(0)
+    torch.testing.assert_close(
+        found.rollout(residual=0.2), 0.2 * torch.eye(5) + 0.8 * mean / mean.sum(-1, keepdim=True)
+    )
+
+
+def test_a_query_without_keys_keeps_its_own_state():
+    weights = torch.tensor([[[0.0, 0.0], [0.25, 0.75]]])
+    maps = AttentionMaps({"a.0.attention": LayerAttention("a.0.attention", "a", "attention", weights, None, "")})
+    assert maps.rollout(residual=0.5).tolist() == [[1.0, 0.0], [0.125, 0.875]]
 
 
 @pytest.mark.parametrize("heads", ["mean", "max", "min", "sum"])
