@@ -34,11 +34,13 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .generation.decoding_strategies import greedy_decode
     from .generation.generate import generate, stream
     from .head_analysis.annotated_examples import Example, ExampleReader
+    from .head_analysis.attention_maps import compute_attention_maps
     from .head_analysis.head_circuits import get_circuits
     from .head_analysis.head_classes import classify_heads
     from .head_analysis.head_importance import estimate_importance
     from .head_analysis.head_measurement import measure_heads
     from .head_analysis.head_redundancy import measure_redundancy
+    from .head_analysis.logit_attribution import attribute_logit
     from .head_analysis.random_baseline import make_random_baseline
     from .head_analysis.rank_analysis import measure_qk_spectra
     from .head_analysis.text_analysis import heads, importance
@@ -180,6 +182,8 @@ _MODULE_OF_NAME = {
     "estimate_importance": "head_analysis.head_importance",
     "measure_redundancy": "head_analysis.head_redundancy",
     "get_circuits": "head_analysis.head_circuits",
+    "compute_attention_maps": "head_analysis.attention_maps",
+    "attribute_logit": "head_analysis.logit_attribution",
     "measure_qk_spectra": "head_analysis.rank_analysis",
     "make_random_baseline": "head_analysis.random_baseline",
     "prune": "surgery.pruning",

@@ -222,6 +222,10 @@ def test_michels_three_scores_equal_explicit_masks(name: str):
         method = GradientTimesActivation(kind, batch_size=2 if kind == "bertology" else 1)
         result = estimate_importance(model, texts, method=method, objective=request)
         np.testing.assert_allclose(values(result), own.flatten().numpy(), rtol=1e-9, atol=1e-14)
+    by_layer = expected["code"].clone()
+    by_layer[-1] = torch.stack(sizes).mean(0)[-1]  # the last layer over the number of texts
+    result = estimate_importance(model, texts, method="michel-bert", objective=request)
+    np.testing.assert_allclose(values(result), by_layer.flatten().numpy(), rtol=1e-9, atol=1e-14)
     signed = estimate_importance(model, texts, method="taylor", objective=request)
     np.testing.assert_allclose(values(signed), -torch.stack(slopes).mean(0).flatten().numpy(), rtol=1e-9, atol=1e-14)
     size = estimate_importance(model, texts, method="taylor-size", objective=request)

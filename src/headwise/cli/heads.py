@@ -36,11 +36,15 @@ TRACE_SUFFIX = ".trace"
 
 @dataclass
 class ExtraAnalyses:
-    """Results of --importance, --redundancy and --random-baseline; None if not requested. `lines` summarise them."""
+    """Results of --importance, --redundancy and --random-baseline; None if not requested.
+
+    `weights` holds the results of --circuits, --spectra and --collapse as plain values. `lines` summarise all of them.
+    """
 
     importance: ImportanceResult | None = None
     redundancy: RedundancyResult | None = None
     random_baseline: HeadTable | None = None
+    weights: dict[str, Any] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
 
     @property
@@ -51,7 +55,7 @@ class ExtraAnalyses:
             "redundancy": self.redundancy,
             "random_baseline": self.random_baseline,
         }
-        return {name: result.data for name, result in results.items() if result is not None}
+        return {name: result.data for name, result in results.items() if result is not None} | self.weights
 
 
 def add_extra_arguments(parser: CommandParser) -> None:
@@ -95,7 +99,27 @@ def run_extras(
             extras.lines.append(
                 extras.redundancy.compare_with(measure_redundancy(baseline, examples, name="its random baseline"))
             )
+    _describe_weights(model, examples, args, extras)
     return table, extras
+
+
+def _describe_weights(model: Any, examples: Sequence[Example], args: argparse.Namespace, extras: ExtraAnalyses) -> None:
+    """Run --circuits, --spectra and --collapse."""
+    from ..head_analysis import circuit_summary, rank_analysis
+
+    if args.circuits:
+        heads = circuit_summary.measure_head_circuits(model)
+        extras.weights["circuits"] = [head.data for head in heads]
+        extras.lines += circuit_summary.describe_circuits(heads)
+    if args.spectra:
+        spectra = rank_analysis.measure_qk_spectra(model, seed=args.seed)
+        extras.weights["spectra"] = [spectrum.data for spectrum in spectra]
+        extras.lines += [circuit_summary.describe_spectrum(spectrum) for spectrum in spectra]
+    if args.collapse:
+        options = {"num_resamples": args.resamples, "seed": args.seed}
+        depths = rank_analysis.measure_rank_collapse(model, examples, **options)
+        extras.weights["collapse"] = circuit_summary.collapse_data(depths)
+        extras.lines += circuit_summary.describe_collapse(depths)
 
 
 def _measure_importance(
@@ -104,7 +128,12 @@ def _measure_importance(
     from ..head_analysis.head_importance import estimate_importance
     from ..head_analysis.importance_methods import ImportanceOptions
 
-    options = ImportanceOptions(max_seconds=args.budget, num_resamples=args.resamples, seed=args.seed)
+    options = ImportanceOptions(
+        max_seconds=args.budget,
+        normalisation="layer" if args.normalise_layers else "",
+        num_resamples=args.resamples,
+        seed=args.seed,
+    )
     result = extras.importance = estimate_importance(model, examples, method=args.importance, options=options)
     by_head = {(head.site, head.head): head.measure for head in result.heads}
     heads = tuple(
@@ -193,6 +222,22 @@ def _parser() -> CommandParser:
     )
     add_overwrite_argument(parser)
     add_json_argument(parser)
+    weights = parser.add_expert_group("weights and hidden states")
+    weights.add_argument(
+        "--circuits",
+        action="store_true",
+        help="copying score of each head, and the norms of its slice of W_O and of W_V W_O",
+    )
+    weights.add_argument(
+        "--spectra",
+        action="store_true",
+        help="number of dimensions in which the heads of each layer compare tokens, beside Gaussian matrices",
+    )
+    weights.add_argument(
+        "--collapse",
+        action="store_true",
+        help="how much the states of a text's tokens differ before and after all layers",
+    )
     expert = parser.add_expert_group("details of the measurement")
     expert.add_argument(
         "--align",
@@ -213,6 +258,11 @@ def _parser() -> CommandParser:
         "--budget", type=float, metavar="SECONDS", help="time limit for --importance (default: no limit)"
     )
     expert.add_argument(
+        "--normalise-layers",
+        action="store_true",
+        help="with --importance, divide the scores of each layer by their l2 norm",
+    )
+    expert.add_argument(
         "--pair",
         nargs="*",
         default=[],
@@ -226,6 +276,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
     check_text_arguments(args)
     if args.resamples < 100:
         raise UsageError(f"--resamples {args.resamples} is too few for a confidence interval; give at least 100")
+    if args.normalise_layers and args.importance is None:
+        raise UsageError("--normalise-layers needs scores to divide; add --importance METHOD")
     if _parse_head_pair(args.pair) and args.out is None:
         raise UsageError("--pair needs a folder for the figure; add --out DIR")
     _check_drawing(args)

@@ -9,7 +9,10 @@
 - Importance: `head_importance` runs the methods of `importance_methods` and `lrp` for one of the `objectives`.
 - Redundancy: `head_redundancy` compares heads by the distances of `head_similarity`; `redundancy_summary` puts the
   result into sentences.
-- Weights: `head_circuits` has QK and OV circuits; `rank_analysis` measures spectra, ranks and rank collapse.
+- Weights: `head_circuits` has QK and OV circuits; `rank_analysis` measures spectra, ranks and rank collapse;
+  `circuit_summary` puts their results into sentences.
+- One text: `attention_maps` has weights, norm-weighted attention, rollout and aggregates over heads and layers;
+  `logit_attribution` what each head adds to a logit.
 - Numbers: `model_steps` has every step of one head for one query, from the residual stream to the residual stream.
 - Statistics: `resampling` has bootstrap intervals and permutation tests, `random_baseline` untrained models.
 - Output: `head_figures` draws all heads, `attention_figures` single heads on the texts that `picture_examples` chooses;

@@ -40,6 +40,7 @@ IMPORTANCE_METHODS: Mapping[str, ImportanceMethod] = {
         ShapleyValue(),
         GradientTimesActivation(),
         GradientTimesActivation("code"),
+        GradientTimesActivation("code", last_layer="texts"),
         GradientTimesActivation("bertology", batch_size=8),
         TaylorExpansion(),
         TaylorExpansion("size"),

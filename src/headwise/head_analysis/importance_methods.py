@@ -486,15 +486,19 @@ class GradientTimesActivation(ImportanceMethod):
 
     - `granularity="paper"`: absolute value of the sum over the tokens of a text, averaged over texts.
     - `granularity="code"`: as in the authors' code, sum of the absolute values of single tokens, averaged over tokens.
+      With `last_layer="texts"`, as in their code for BERT, the last layer is averaged over texts instead.
     - `granularity="bertology"`: as in transformers, absolute value of the sum over a batch of `batch_size` texts with
       one mean loss, over the number of tokens.
     """
 
     granularity: str = "paper"
     batch_size: int = 1
+    last_layer: str = "tokens"
     needs_gradient = True
 
     def __post_init__(self) -> None:
+        if self.last_layer not in ("tokens", "texts") or (self.last_layer == "texts" and self.granularity != "code"):
+            raise ValueError(f"cannot use last_layer={self.last_layer!r}: 'texts' needs granularity='code'")
         if self.granularity not in GRANULARITIES:
             raise ValueError(f"unknown granularity={self.granularity!r}; {suggest(self.granularity, GRANULARITIES)}")
         if self.batch_size != 1 and (self.granularity != "bertology" or self.batch_size < 1):
@@ -504,7 +508,8 @@ class GradientTimesActivation(ImportanceMethod):
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
         """Name in `IMPORTANCE_METHODS`."""
-        return "michel" if self.granularity == "paper" else f"michel-{self.granularity}"
+        suffix = "bert" if self.last_layer == "texts" else self.granularity
+        return "michel" if self.granularity == "paper" else f"michel-{suffix}"
 
     def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
         if self.granularity == "bertology":
@@ -512,8 +517,10 @@ class GradientTimesActivation(ImportanceMethod):
         per_token = {site: gradient.per_token for site, gradient in compute_activation_gradients(texts[0]).items()}
         if self.granularity == "paper":
             return {site: _as_single_mean(np.abs(values.sum(0))) for site, values in per_token.items()}
+        last = list(per_token)[-1] if self.last_layer == "texts" else ""
+        counts = {site: 1 if site == last else len(values) for site, values in per_token.items()}
         return {
-            site: (np.abs(values).sum(0), np.full(values.shape[1], len(values))) for site, values in per_token.items()
+            site: (np.abs(values).sum(0), np.full(values.shape[1], counts[site])) for site, values in per_token.items()
         }
 
     def _estimate_batch(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:

@@ -1,0 +1,159 @@
+"""Direct logit attribution: what each head adds to a logit through the residual stream, on one text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SpecError
+from ..inspect.attention_sites import require_ability
+from ..inspect.hooks import AttentionCall, ModelRun
+from ..inspect.model_inputs import prepare_inputs
+from ..models import Transformer
+from ..models.feed_forward import NormLayer
+from .head_circuits import get_circuits
+from .random_baseline import as_native_model
+
+DIRECT_PLACEMENTS = ("pre", "parallel", "abreast")
+
+
+class LogitShare(NamedTuple):
+    """What one head adds directly to a logit, or to the difference of two."""
+
+    site: str
+    head: int
+    value: float
+
+
+@dataclass(frozen=True)
+class LogitAttribution:
+    """Direct contributions of heads to the logit of a token at one position.
+
+    `logit` is the sum of `heads` and `rest`: what embeddings, feed-forward layers and biases add.
+    """
+
+    position: int
+    token: int
+    baseline: int | None
+    logit: float
+    rest: float
+    heads: tuple[LogitShare, ...]
+
+    @property
+    def by_size(self) -> list[LogitShare]:
+        """The heads, the largest absolute contribution first."""
+        return sorted(self.heads, key=lambda share: -abs(share.value))
+
+
+@torch.inference_mode()
+def attribute_logit(
+    model: nn.Module, inputs: Any, *, position: int = -1, token: int | None = None, baseline: int | None = None
+) -> LogitAttribution:
+    """Direct logit attribution: what each head adds to the logit of a token through the residual stream.
+
+    `token` is the token whose logit is explained (default: the most likely one); with `baseline`, the difference of the
+    two logits is. The scale of the final norm is held at the value of the text, so that contributions add up to the
+    logit exactly. Effects through later layers are not part of it. The model is a decoder or encoder whose layers add
+    to one residual stream without a norm after the attention (pre-norm), with a linear head over tokens.
+
+    >>> import headwise as hw
+    >>> net = hw.build(
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
+    ...     ),
+    ...     seed=0,
+    ... )
+    >>> found = attribute_logit(net.eval(), torch.tensor([[3, 1, 4]]), token=5)
+    >>> round(found.rest + sum(share.value for share in found.heads) - found.logit, 5)
+    0.0
+    """
+    ids = torch.tensor(prepare_inputs(model, inputs, 0).prompt_ids[:1])
+    if ids.numel() == 0:
+        raise ValueError("the inputs hold no token ids; give ids [1, tokens] or a text")
+    net = as_native_model(model).eval()
+    stack = _check_residual_stream(net)
+    circuits = get_circuits(net)
+    hooks = {name: _OutputHook() for name in circuits}
+    final: list[Tensor] = []
+    handle = (stack.norm or net.head[net.spec.heads[0].name]).register_forward_pre_hook(
+        lambda _, args: final.append(args[0])
+    )
+    try:
+        logits = ModelRun(net, prepare_inputs(net, ids, 0)).run_with_hooks(require_ability(net, "ablate"), hooks)
+    finally:
+        handle.remove()
+    count = logits.shape[1]
+    if not -count <= position < count:
+        raise ValueError(f"there is no position {position}; give one in 0..{count - 1}")
+    explained = logits[0, position].double()
+    chosen = int(explained.argmax()) if token is None else token
+    direction = _direction(net, final[0][0, position].double(), chosen, baseline)
+    shares: list[LogitShare] = []
+    for layer in stack.blocks:
+        site = f"{layer.name}.attention"
+        if site not in circuits:
+            continue
+        z = hooks[site].outputs
+        for head in range(z.shape[1]):
+            written = z[position, head].double() @ circuits[site].output_map(head).double() * layer.scale
+            shares.append(LogitShare(site, head, float(written @ direction)))
+    logit = float(explained[chosen] - (explained[baseline] if baseline is not None else 0))
+    rest = logit - sum(share.value for share in shares)
+    return LogitAttribution(position % count, chosen, baseline, logit, rest, tuple(shares))
+
+
+class _OutputHook:
+    """Hook that keeps the head outputs of the first text, [tokens, heads, width]."""
+
+    needs_call = False
+
+    def __init__(self) -> None:
+        self.outputs = torch.empty(0)
+
+    def on_call(self, call: AttentionCall) -> None:
+        """Do nothing: weights are not needed."""
+
+    def on_head_outputs(self, outputs: Tensor) -> None:
+        """Keep the outputs of the first text."""
+        self.outputs = outputs[0].detach()
+
+
+def _check_residual_stream(net: Transformer) -> Any:
+    """The only stack of a model; raises if heads do not add to its logits through one residual stream."""
+    name = net.spec.name
+    stacks = list(net.stacks.values())
+    if len(stacks) != 1:
+        raise SpecError(f"cannot attribute logits of {name}: it has {len(stacks)} stacks; give a model with one")
+    if placed := [layer.placement for layer in stacks[0].blocks if layer.placement not in DIRECT_PLACEMENTS]:
+        fact = f"its norms are placed {placed[0]!r}, so that a norm follows the heads of each layer"
+        raise SpecError(f"cannot attribute logits of {name}: {fact}; use estimate_importance, which needs no such form")
+    heads = net.spec.heads
+    if not heads or heads[0].at != "each" or heads[0].transform is not None or heads[0].cap is not None:
+        fact = "it has no output head that is one linear map of every token"
+        raise SpecError(f"cannot attribute logits of {name}: {fact}; give a model with such a head")
+    return stacks[0]
+
+
+def _direction(net: Transformer, h: Tensor, token: int, baseline: int | None) -> Tensor:
+    """The vector whose product with a contribution to the residual stream is its share of the logit."""
+    head = net.spec.heads[0]
+    if not all(0 <= index < head.outputs for index in (token, 0 if baseline is None else baseline)):
+        raise ValueError(f"token={token}, baseline={baseline}: give tokens in 0..{head.outputs - 1}")
+    state = net.state_dict(keep_vars=True)
+    name = f"head.{head.name}.weight"
+    table = state[net.spec.tied_weights().get(name, name)].detach().double()
+    readout = (table[token] - (0 if baseline is None else table[baseline])) * head.scale
+    (stack,) = net.stacks.values()
+    return readout if stack.norm is None else _through_norm(stack.norm, h, readout)
+
+
+def _through_norm(norm: NormLayer, h: Tensor, readout: Tensor) -> Tensor:
+    """The direction before a norm that corresponds to `readout` after it, with the norm's scale for the state h."""
+    weight = norm.get_weight("weight")
+    scaled = readout if weight is None else readout * (weight.double() + (1 if norm.kind == "offset" else 0))
+    if norm.kind in ("rms", "offset"):
+        return scaled / (h.square().mean() + norm.eps).sqrt()
+    return (scaled - scaled.mean()) / (h.var(unbiased=False) + norm.eps).sqrt()
