@@ -380,7 +380,10 @@ while True:
 
 
 def kill_writers(folder: Path, kills: int) -> dict[str, bytes | None]:
-    """Kill a process that replaces a folder again and again; each time the folder is whole, old or new. Returns what is left after one more."""
+    """Kill a process that replaces a folder again and again; each time the folder is whole, old or new.
+
+    Returns what is left after one more.
+    """
     random_delays = random.Random(0)
     for number in range(kills):
         letter = "xyz"[number % 3]

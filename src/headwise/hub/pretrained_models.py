@@ -27,6 +27,7 @@ from ..output_paths import FolderKind, stage_folder
 from . import llama2c
 from .checkpoint_weights import DTYPES, INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder, TensorInfo, build_from_weights
 from .tokenizer_files import CONFIG_FILE, TOKENIZER_CONFIG_FILES, read_processor
+from .transformers_loading import check_folder, load_model
 
 # --- Import --------------------------------------------------------------------------------------------
 
@@ -36,6 +37,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 def load_transformers_folder(folder: Path, dropout: float = 0.0) -> Transformer:
     """Load a transformers folder as a headwise model. Runs no code from the folder, and opens no pickle."""
+    check_folder(folder)
     if not (folder / WEIGHTS_FILE).is_file() and not (folder / INDEX_FILE).is_file():
         raise SpecError(_no_weights_message(folder))
     record = find_record(folder)
@@ -125,8 +127,6 @@ def _not_loadable_message(path: Path) -> str:
 
 # --- Load a folder with the library that wrote it ---------------------------------------------------------
 
-WEIGHT_GLOBS = ("*.safetensors", "*.safetensors.index.json")
-
 
 def load_original(path: Path | str) -> nn.Module:
     """Load a folder with the library that wrote it; without weights, build the model on the meta device."""
@@ -142,25 +142,11 @@ def load_original(path: Path | str) -> nn.Module:
 
 def _load_with_transformers(folder: Path) -> nn.Module:
     """Load a folder with transformers. Runs no code from the folder, and reads no pickles."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
+    check_folder(folder)
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        model_class = _find_class(transformers, json.loads((folder / CONFIG_FILE).read_text()))
-        if any(next(folder.glob(pattern), None) for pattern in WEIGHT_GLOBS):
-            return model_class.from_pretrained(folder, use_safetensors=True, local_files_only=True).eval()
-        with torch.device("meta"):
-            from_config = getattr(model_class, "from_config", None) or model_class._from_config
-            return from_config(config).eval()
+        return load_model(folder)
     except Exception as error:  # transformers may raise anything
         raise SpecError(f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:300]}") from None
-
-
-def _find_class(transformers: Any, config: dict[str, Any]) -> Any:
-    """The class that a config names, else AutoModel."""
-    class_name = (config.get("architectures") or [""])[0]
-    return getattr(transformers, class_name, None) or transformers.AutoModel
 
 
 # --- Copy a live transformers model into a headwise model -------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -19,9 +18,6 @@ TRACE_SUFFIX = ".trace"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # No pickles and no Python files: weights and settings only.
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
-# Other values of these settings name code on the Hub, which transformers would download and run.
-ATTENTION_SETTINGS = re.compile(r"_?attn_implementation(_internal)?")
-ATTENTION_NAMES = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 Log = Callable[[str], object]
 
 
@@ -48,8 +44,9 @@ def load_target(name: str, log: Log = lambda _: None) -> nn.Module:
 
 def _load_folder(name: str) -> nn.Module:
     from ..hub.pretrained_models import load_original
+    from ..hub.transformers_loading import check_folder
 
-    check_settings(Path(name))
+    check_folder(Path(name))
     model = load_original(name).eval()
     if any(tensor.is_meta for tensor in model.parameters()):
         raise SpecError(f"{name} has no weights; give a folder with model.safetensors")
@@ -70,29 +67,6 @@ def read_pruned_heads(name: str | None) -> dict[str, list[int]]:
         site: [head for head in range(count) if head not in change["keep"][site]]
         for site, count in change["head_counts"].items()
     }
-
-
-def check_settings(folder: Path) -> None:
-    """Raise SpecError if config.json of a folder asks for attention code of a repository (CVE-2026-4372)."""
-    try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return  # the loader says what is wrong with it
-    parts: list[Any] = [settings]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, list):
-            parts.extend(part)
-        if not isinstance(part, dict):
-            continue
-        parts.extend(part.values())
-        for key, value in part.items():
-            values = list(value.values()) if isinstance(value, dict) else [value]
-            if ATTENTION_SETTINGS.fullmatch(key) and any(one not in ATTENTION_NAMES for one in values):
-                raise SpecError(
-                    f"config.json of {folder} sets {key} to {str(value)[:60]!r}, which may run code of the Hub; "
-                    "remove that line"
-                )
 
 
 def _call_factory(path: Path, name: str, log: Log) -> nn.Module:

@@ -201,7 +201,8 @@ def _batch_cases(library: Any, folder: Path, rows: int) -> Iterator[BenchmarkCas
 
 def _model(library: Any, folder: Path, attention: str) -> Any:
     """Load the checkpoint with transformers and one of its attention implementations."""
-    model = library.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    safe = {"trust_remote_code": False, "use_safetensors": True, "attn_implementation": None}
+    model = library.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **safe).eval()
     model.set_attn_implementation(attention)
     return model
 

@@ -38,9 +38,10 @@ torch.set_num_threads(1)
 folder, data, options = sys.argv[1], load_file(sys.argv[2]), json.loads(pathlib.Path(sys.argv[3]).read_text())
 
 def load_plain(_):
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
-    model, info = kind.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    safe = {"trust_remote_code": False, "use_safetensors": True, "attn_implementation": None, "local_files_only": True}
+    model, info = kind.from_pretrained(folder, config=config, output_loading_info=True, dtype=torch.float32, **safe)
     missing = [*info["missing_keys"], *info["mismatched_keys"]]
     if missing:
         raise ValueError(f"{missing[0]} is not loaded")

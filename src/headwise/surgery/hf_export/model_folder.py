@@ -21,6 +21,7 @@ from ...families.weight_names import find_unnamed_weight
 from ...files import TEMPORARY, sha256
 from ...hub.checkpoint_weights import INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder
 from ...hub.pretrained_models import CONFIG_FILE
+from ...hub.transformers_loading import check_config_values, remove_code_settings
 from ...model_spec import ModelSpec, StackSpec, to_dict
 from ...model_spec.serialization import MANIFEST_FILE, RECORD_FILE, RECORD_FORMAT, SurgeryRecord
 from ...models import Transformer
@@ -166,11 +167,8 @@ def _hf_error(keys: Mapping[str, Any]) -> str:
     """Return the error of transformers for a config; "" if it accepts it or is not installed."""
     if find_spec("transformers") is None:
         return ""
-    import transformers
-
     try:
-        options = {name: value for name, value in keys.items() if name != "model_type"}
-        transformers.AutoConfig.for_model(keys["model_type"], **options)
+        check_config_values(keys)
     except Exception as error:  # its checks raise many types
         return f"transformers rejects the config: {' '.join(str(error).split())[:200]}"
     return ""
@@ -360,14 +358,14 @@ def _write_native(net: Transformer, fresh: Path, sentence: str) -> tuple[str, st
 
 
 def _rewrite_folder(source: Path, rewrite: ShardRewrite, config: dict[str, Any], fresh: Path) -> None:
-    """Copy a folder with new weights and this config."""
+    """Copy a folder with new weights and this config, without settings that name code."""
     fresh.mkdir(parents=True)
     for path in list_companion_files(source):
         target = fresh / path.relative_to(source)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)
         fsync_file(target)
-    _write_json(fresh / CONFIG_FILE, config)
+    _write_json(fresh / CONFIG_FILE, remove_code_settings(config, CONFIG_FILE))
     write_shards(rewrite, fresh)
 
 

@@ -9,7 +9,6 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from ...errors import SpecError
@@ -17,6 +16,7 @@ from ...families import read_model_spec
 from ...families.weight_names import CheckpointPlan
 from ...files import sha256
 from ...hub.pretrained_models import CONFIG_FILE
+from ...hub.transformers_loading import build_without_weights, find_model_class, load_config
 from ...model_spec import ModelSpec, to_dict
 from ...model_spec.serialization import RECORD_FILE, RECORD_FORMAT
 from ...models import Transformer
@@ -44,7 +44,7 @@ class AttentionLocation(NamedTuple):
 def list_module_changes(folder: Path, rewrite: ShardRewrite) -> list[ModuleChanges]:
     """Return candidate changes by module, likely ones first: one for each interpretation of the integer attributes."""
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    model = _build_hf_model(folder, config)
+    model = _build_hf_model(folder)
     names = _map_tensor_names(model, rewrite)
     locations = list(_locate_attentions(rewrite, names, read_model_spec(config)))
     changes = ModuleChanges({location.module_path: {} for location in locations})
@@ -81,14 +81,11 @@ def _has_cache(module: nn.Module, location: AttentionLocation) -> bool:
     return location.site.endswith(".attention") and type(vars(module).get("layer_idx")) is int
 
 
-def _build_hf_model(folder: Path, config: Mapping[str, Any]) -> nn.Module:
+def _build_hf_model(folder: Path) -> nn.Module:
     """Build the transformers model that config.json describes, on the meta device."""
-    import transformers
-
     try:
-        hf_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        with torch.device("meta"):
-            return getattr(transformers, (config.get("architectures") or [""])[0])._from_config(hf_config)
+        hf_config = load_config(folder)
+        return build_without_weights(find_model_class(hf_config), hf_config)
     except Exception as error:  # transformers raises many types for a bad config
         raise SpecError(
             f"transformers cannot build a model from its config.json: {' '.join(str(error).split())[:200]}"

@@ -1,0 +1,215 @@
+"""No code that a model folder names is run or asked for, on every path that loads one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headwise as hw
+from headwise import cli
+from headwise.errors import SpecError
+from headwise.hub.pretrained_models import load_original
+from headwise.surgery.hf_export import load_check
+
+transformers = pytest.importorskip("transformers")
+SOURCE = Path(hw.__file__).parent
+SMALL = {"n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 300, "n_positions": 32}
+KERNEL = "kernels-community/flash-attn2"
+HOSTILE: dict[str, dict[str, Any]] = {
+    "attention": {"attn_implementation": KERNEL},
+    "private": {"_attn_implementation": KERNEL},
+    "internal": {"_attn_implementation_internal": KERNEL},
+    "by name of a part": {"attn_implementation": {"": "sdpa", "text": "owner/kernel"}},
+    "list": {"attn_implementation": [KERNEL]},
+    "nested": {"text_config": {"layers": [{"_attn_implementation": "owner/kernel"}]}},
+    "experts": {"_experts_implementation": "owner/kernel"},
+    "kernels": {"kernels": {"GPT2Attention": "owner/kernel"}},
+    "kernel config": {"text_config": {"kernel_config": {"a": "b"}}},
+}
+# A stub of the package that fetches code of the Hub: it writes down every request.
+STUB = """
+import pathlib, types
+LOG = pathlib.Path(__file__).with_name("requests")
+class Anything:
+    def __init__(self, *args, **kwargs): pass
+    def __call__(self, *args, **kwargs): return args[0] if args else self
+    def __getattr__(self, name): return Anything()
+def request(*args, **kwargs):
+    LOG.open("a").write(repr(args))
+    raise RuntimeError("asked for code")
+def __getattr__(name):
+    if name.startswith("__"): raise AttributeError(name)
+    requests = ("get_kernel", "get_local_kernel", "get_loaded_kernel", "has_kernel")
+    return request if name in requests else type(name, (Anything,), {})
+"""
+
+
+def make_folder(folder: Path, **settings: Any) -> Path:
+    config = transformers.GPT2Config(**SMALL, bos_token_id=0, eos_token_id=0)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return folder
+
+
+@pytest.mark.parametrize("command", [("sites",), ("heads", "--data", "TEXTS"), ("view",), ("trace", "--text", "a")])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_code_of_the_hub_is_refused(
+    name: str, command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder, texts = make_folder(tmp_path / "model", **HOSTILE[name]), tmp_path / "texts"
+    texts.write_text("a\nb\n")
+    capsys.readouterr()
+    argv = [str(texts) if word == "TEXTS" else word for word in command]
+    out = ["--out", str(tmp_path / "out.trace")] if command[0] == "trace" else []
+    code = cli.main([argv[0], str(folder), *argv[1:], *out])
+    err = capsys.readouterr().err
+    assert (code, err.count("\n")) == (2, 1)
+    assert "which may run code of the Hub; remove that line" in err
+    for load in (hw.load, load_original):
+        with pytest.raises(SpecError, match="which may run code of the Hub"):
+            load(folder)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"_attn_implementation": "sdpa"}, {"task_specific_params": {"attn_implementation": None}}]
+)
+def test_implementations_of_transformers_are_accepted(settings: dict[str, Any], tmp_path: Path):
+    model: Any = load_original(make_folder(tmp_path, **settings))
+    assert type(model).__name__ == "GPT2LMHeadModel"
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_flash_attention_of_a_config_is_not_used(tmp_path: Path):
+    """Without the package of flash attention, transformers would fetch it from the Hub."""
+    model: Any = load_original(make_folder(tmp_path, attn_implementation="flash_attention_2"))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_code_of_the_folder_is_ignored_with_a_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    folder = make_folder(tmp_path, auto_map=code, configuration_files=["config.json", "config.4.0.0.json"])
+    (folder / "config.4.0.0.json").write_text('{"model_type": "gpt2", "_attn_implementation": "owner/kernel"}')
+    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    assert type(load_original(folder)).__name__ == "GPT2LMHeadModel"
+    assert not (folder / "ran").exists()
+    assert "auto_map is ignored, no code is run" in caplog.text
+    assert not hasattr(load_original(folder).config, "auto_map")
+
+
+def test_an_adapter_is_refused(tmp_path: Path):
+    folder = make_folder(tmp_path)
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/model"}')
+    with pytest.raises(SpecError, match="names another model; give a folder with merged weights"):
+        load_original(folder)
+
+
+@pytest.mark.parametrize("name", ["pipeline", "Trainer", "AutoTokenizer", "nothing"])
+def test_an_architecture_is_a_model(name: str, tmp_path: Path):
+    assert type(load_original(make_folder(tmp_path, architectures=[name]))).__name__ == "GPT2Model"
+
+
+def run_with_stub(tmp_path: Path, script: str, *argv: str) -> tuple[str, str]:
+    """Run a script with the stub in the place of the package `kernels`; the last error line, and all requests."""
+    stub = tmp_path / "stub"
+    (stub / "kernels").mkdir(parents=True)
+    (stub / "kernels" / "__init__.py").write_text(STUB)
+    (stub / "kernels-0.18.2.dist-info").mkdir()
+    (stub / "kernels-0.18.2.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n"
+    )
+    path = os.pathsep.join([str(stub), str(SOURCE.parent)])
+    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, *argv],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    requests = stub / "kernels" / "requests"
+    return (process.stderr.strip().splitlines() or [""])[-1], requests.read_text() if requests.exists() else ""
+
+
+PLAIN = "import sys, transformers; transformers.AutoModel.from_pretrained(sys.argv[1])"
+OURS = "import sys; from headwise.hub.pretrained_models import load_original; load_original(sys.argv[1])"
+
+
+def test_the_stub_sees_what_transformers_asks_for(tmp_path: Path):
+    folder = make_folder(tmp_path / "model", _attn_implementation=KERNEL)
+    assert "flash-attn2" in run_with_stub(tmp_path, PLAIN, str(folder))[1]
+
+
+@pytest.mark.parametrize("name", ["private", "by name of a part"])
+def test_nothing_is_asked_for(name: str, tmp_path: Path):
+    folder = make_folder(tmp_path / "model", **HOSTILE[name])
+    error, requests = run_with_stub(tmp_path, OURS, str(folder))
+    assert "may run code of the Hub" in error
+    assert requests == ""
+
+
+def test_nothing_is_asked_for_by_a_flash_attention(tmp_path: Path):
+    folder = make_folder(tmp_path / "model", _attn_implementation="flash_attention_2")
+    assert run_with_stub(tmp_path, OURS, str(folder)) == ("", "")
+
+
+LOADER = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("load_model", sys.argv[1] + "/load_model.py")
+module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)
+print(module.load().config._attn_implementation, file=sys.stderr)
+"""
+
+
+def test_resized_checkpoints_ask_for_nothing(tmp_path: Path):
+    """The written config has no such settings, and load_model.py replaces those that are put there later."""
+    from headwise.surgery import DropHeads
+    from headwise.surgery.hf_export.model_folder import write_model_folder
+    from headwise.surgery.pruning import prune
+
+    folder = make_folder(tmp_path / "model", _attn_implementation="flash_attention_2", auto_map={"AutoModel": "a.B"})
+    net = hw.load(folder)
+    texts = [hw.ExampleReader.from_model(net).read_ids([1, 2, 3])] if hasattr(hw.ExampleReader, "from_model") else []
+    smaller = prune(net, DropHeads((("decoder.0.attention", 1),)), texts).after
+    written = write_model_folder(smaller, folder, tmp_path / "smaller", {})
+    assert written.kind == "resized"
+    config = json.loads((tmp_path / "smaller" / "config.json").read_text())
+    assert not {"auto_map", "_attn_implementation"} & set(config)
+    (tmp_path / "smaller" / "config.json").write_text(json.dumps(config | {"_attn_implementation": KERNEL}))
+    assert run_with_stub(tmp_path, LOADER, str(tmp_path / "smaller")) == ("sdpa", "")
+
+
+# --- one place -----------------------------------------------------------------------------------------
+
+LOADERS = re.compile(r"\b(?:from_pretrained|_?from_config|for_model)\(")
+ALLOWED = {
+    "hub/transformers_loading.py": 4,
+    "head_analysis/random_baseline.py": 1,  # of a model in memory
+    "bench/cases/whole_models.py": 1,  # of a folder that the benchmark wrote
+    "surgery/hf_export/load_check.py": 2,
+    "inspect/attention_sites.py": 3,  # of headwise
+}
+
+
+def test_loaders_of_transformers_are_called_in_one_place():
+    found = {
+        path.relative_to(SOURCE).as_posix(): len(LOADERS.findall(path.read_text())) for path in SOURCE.rglob("*.py")
+    }
+    assert {path: count for path, count in found.items() if count} == ALLOWED
+
+
+def test_scripts_without_headwise_have_the_same_arguments():
+    script = (SOURCE / "surgery" / "hf_export" / "load_model.txt").read_text()
+    for text in (load_check.DRIVER, script, (SOURCE / "bench" / "cases" / "whole_models.py").read_text()):
+        assert '"trust_remote_code": False' in text
+        assert '"use_safetensors": True' in text
+        assert '"attn_implementation": None' in text
+    assert importlib.util.find_spec("headwise.hub.transformers_loading") is not None
