@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import known_names
+from .argument_checks import check_choice, check_input_file, check_model_path, check_output_folder, check_positive
 from .arguments import add_json_argument, print_page, supports_style, to_json
 from .command_parser import TERMINAL_WIDTH, CommandParser, UsageError
 from .text_arguments import add_text_arguments, attach_named_tokenizer, check_text_arguments, read_examples
@@ -213,12 +215,26 @@ def _parser() -> CommandParser:
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
+    check_model_path(args.model)
     check_text_arguments(args)
     if args.resamples < 100:
         raise UsageError(f"--resamples {args.resamples} is too few for a confidence interval; give at least 100")
+    check_choice("--importance", args.importance, known_names.IMPORTANCE_METHODS)
+    check_choice("--criteria", args.criteria, known_names.CRITERIA)
+    if args.conllu is args.align_files is args.task is None:  # their relations and links are further measures
+        check_choice("--sort", args.sort, _list_measures(args))
+    check_positive("--budget", args.budget)
     if _parse_head_pair(args.pair) and args.out is None:
         raise UsageError("--pair needs a folder for the figure; add --out DIR")
     _check_drawing(args)
+
+
+def _list_measures(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the measures of texts without annotations."""
+    from ..head_analysis.literature_metrics import metrics_for_criteria
+
+    extra = metrics_for_criteria(args.criteria) if args.criteria in ("clark", "voita") else ()
+    return (*known_names.MEASURES, *extra, *(() if args.importance is None else ("importance",)))
 
 
 def _check_drawing(args: argparse.Namespace) -> None:
@@ -229,8 +245,7 @@ def _check_drawing(args: argparse.Namespace) -> None:
         check_head_name(name)
     if args.draw and args.out is None:
         raise UsageError("--draw needs a folder for the figures; add --out DIR")
-    if args.out is not None and Path(args.out).exists() and not Path(args.out).is_dir():
-        raise UsageError(f"{args.out} is a file; give a folder")
+    check_output_folder("--out", args.out)
 
 
 def _locate_drawn_heads(args: argparse.Namespace, layers: Sequence[Any]) -> list[tuple[str, int]]:
@@ -242,6 +257,7 @@ def _locate_drawn_heads(args: argparse.Namespace, layers: Sequence[Any]) -> list
 def _draw_from_trace(args: argparse.Namespace, parser: CommandParser) -> int:
     """Draw heads of a trace, which needs neither the model nor texts."""
     _check_drawing(args)
+    check_input_file("MODEL", args.model)
     if not args.draw:
         raise UsageError(f"{args.model} is a trace, whose heads can only be drawn; add --draw HEAD --out DIR")
     unused = [name for name in vars(args) if getattr(args, name) != parser.get_default(name)]

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import known_names
+from .argument_checks import check_choice, check_input_file, check_model_path, check_output_file, check_tokenizer
 from .arguments import add_json_argument, print_page, to_json
 from .command_parser import CommandParser, UsageError
 from .text_arguments import add_tokenizer_argument
@@ -37,11 +39,13 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if not args.min_weight >= 0:
         raise UsageError(f"--min-weight {args.min_weight} is not a weight; give 0 or more")
+    check_output_file("--export", args.export, known_names.EXPORT_SUFFIXES)
     if args.model.endswith(TRACE_SUFFIX):
         if unused := [name for name in CAPTURE_OPTIONS if getattr(args, name) != parser.get_default(name)]:
             raise UsageError(
                 f"--{unused[0].replace('_', '-')} applies when recording, but {args.model} is a trace; leave it out"
             )
+        check_input_file("MODEL", args.model)
         from ..traces import load_trace
 
         trace = load_trace(args.model)
@@ -100,9 +104,15 @@ def _capture_trace(args: argparse.Namespace) -> Trace:
         value = getattr(args, name)
         if value is not None and value < minimum:
             raise UsageError(f"--{name.replace('_', '-')} {value} is too small; give {minimum} or more")
-    for path in filter(None, (args.out, args.export)):
-        if not Path(path).absolute().parent.is_dir():
-            raise UsageError(f"the folder of {path} does not exist; create it first")
+    check_output_file("--out", args.out)
+    check_model_path(args.model)
+    check_input_file("--data", args.data)
+    check_tokenizer(args.tokenizer)
+    if args.target is not None and (args.text is None or len(args.text) != 1):
+        raise UsageError("--target needs exactly one --text; give one")
+    check_choice("--precision", args.precision, known_names.TRACE_PRECISIONS)
+    for name in filter(None, args.record.split(",")):
+        check_choice("--record", name, known_names.TRACE_EXTRA_TENSORS)
     from ..costs.serving_capacity import parse_bytes
     from ..inspect.trace_capture import Capture, trace
 
@@ -132,8 +142,6 @@ def _capture_inputs(args: argparse.Namespace) -> tuple[Any, Any, int]:
 
         attach_tokenizer(model, args.tokenizer)
     if args.target is not None:
-        if args.text is None or len(args.text) != 1:
-            raise UsageError("--target needs exactly one --text; give one")
         return model, {"source": args.text[0], "text": args.target}, 0
     embedding = model.spec.stacks[0].embedding if isinstance(model, Transformer) else None
     if isinstance(model, Transformer) and embedding is not None and embedding.patches is not None:
