@@ -31,7 +31,7 @@ def check_model_path(name: str) -> None:
     if path.suffix in DESCRIPTION_SUFFIXES:
         keys = read_description_keys(path)
         if "heads" in keys or "stacks" in keys:
-            what = "one attention layer" if "heads" in keys else "a model"
+            what = "a model" if "stacks" in keys else "one attention layer"
             raise UsageError(f"{name} describes {what}, without weights; {remedy}")
         where = f", {path.parent}" if is_manifest_or_config(path) else ""
         raise UsageError(f"{name} is no model; give the folder of one{where}")

@@ -231,10 +231,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 def _list_measures(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the measures of texts without annotations."""
-    from ..head_analysis.literature_metrics import metrics_for_criteria
-
-    extra = metrics_for_criteria(args.criteria) if args.criteria in ("clark", "voita") else ()
-    return (*known_names.MEASURES, *extra, *(() if args.importance is None else ("importance",)))
+    published = [name for name in known_names.LITERATURE_MEASURES if name.startswith(f"{args.criteria} ")]
+    return (*known_names.MEASURES, *published, *(() if args.importance is None else ("importance",)))
 
 
 def _check_drawing(args: argparse.Namespace) -> None:

@@ -82,6 +82,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
     check_share("--top-p", args.top_p)
     check_share("--min-p", args.min_p)
     check_positive("--repetition", args.repetition)
+    if (args.best or 1) > (args.beams or 1):
+        raise UsageError(f"--best {args.best} is more than --beams {args.beams or 1}; give --beams {args.best}")
     check_choice("--compile", args.compile, COMPILE_MODES)
     check_input_file("--score", args.score)
     check_input_file("--requests", args.requests)
