@@ -111,14 +111,17 @@ def test_retraining_is_reported(folders: dict[str, Path], tmp_path: Path, capsys
         ),
         (["ours", "--data", "texts", "--to", "gqa"], "--to gqa is not a known form; give one of mha"),
         (["ours", "--data", "texts", "--to", "latent", "--align"], "--align and --grouping apply to --kv only"),
-        (["ours", "--data", "texts", "--kv", "2", "--align", "sides"], "unknown align='sides'"),
+        (
+            ["ours", "--data", "texts", "--kv", "2", "--align", "sides"],
+            "--align 'sides' is unknown; use one of both, keys, none, values",
+        ),
         (["ours", "--data", "texts", "--kv", "2", "--where", "cross"], "has no cross-attention"),
-        (["ours", "--data", "texts", "--kv", "2", "--uptrain", "0"], "steps"),
+        (["ours", "--data", "texts", "--kv", "2", "--uptrain", "0"], "--uptrain 0 is too small; give 1 or more"),
         (["ours", "--kv", "2"], "give exactly one source of texts: --data FILE, --conllu FILE, or --task dates"),
         (["ours", "--data", "texts", "--kv", "2", "--out", "texts"], "it is a file; give the path of a new folder"),
         (
             ["ours", "--data", "texts", "--kv", "2", "--distill-data", "none", "--uptrain", "3"],
-            "cannot read none as text",
+            "there is no file 'none' for --distill-data; give one that exists",
         ),
     ],
 )

@@ -108,14 +108,14 @@ def test_the_output_folder_holds_the_reports(
 
 @pytest.mark.parametrize(("argv", "wrong"), [
     ([], "give exactly one source of texts"),
-    (["--data", "none"], "cannot read none as text"),
+    (["--data", "none"], "there is no file 'none' for --data; give one that exists"),
     (["--data", "one", "--conllu", "one"], "give exactly one source of texts"),
     (["--data", "one"], "only 1 of the texts can be read; give at least two"),
     (["--data", "empty"], "only 0 of the texts can be read (empty lines: 2); give at least two"),
     (["--conllu", "one"], "a row has 1 columns, not 10"),
     (["--data", "two", "--limit", "1"], "is too few for a confidence interval"),
-    (["--data", "two", "--sort", "entropie"], "cannot sort by 'entropie': it was not measured"),
-    (["--data", "two", "--criteria", "mine"], "unknown criteria='mine'"),
+    (["--data", "two", "--sort", "entropie"], "--sort 'entropie' is unknown; did you mean 'entropy'?"),
+    (["--data", "two", "--criteria", "mine"], "--criteria 'mine' is unknown; use one of clark, ours, untested, voita"),
     (["--data", "two", "--resamples", "3"], "is too few for a confidence interval"),
     (["--data", "two", "--out", "two"], "two: it is a file; give the path of a new folder"),
     (["--data", "two", "--pair", "decoder.0.attention:0", "decoder.0.attention:1"], "--pair needs a folder"),

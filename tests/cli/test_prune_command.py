@@ -169,10 +169,13 @@ def test_the_same_plan_again_and_not_for_another_model(
         (["ours", "--data", "texts", "--keep", "0.5", "--clusters"], "not both --keep and --clusters"),
         (["ours", "--keep", "0.5"], "give exactly one source of texts: --data FILE"),
         (["ours", "--keep", "half", "--data", "texts"], "--keep half is not a share or number of heads; give 0.5"),
-        (["ours", "--keep", "1.5", "--data", "texts"], "cannot keep 1.5 of the heads"),
-        (["ours", "--keep", "0.5", "--by", "size", "--data", "texts"], "unknown ranking method 'size'"),
+        (["ours", "--keep", "1.5", "--data", "texts"], "--keep 1.5 is out of range; give a share below 1"),
+        (
+            ["ours", "--keep", "0.5", "--by", "size", "--data", "texts"],
+            "--by 'size' is unknown; use one of best, leave-one-out",
+        ),
         (["ours", "--keep", "0.5", "--data", "few"], "only 1 of the texts can be read; give at least two"),
-        (["ours", "--keep", "0.5", "--data", "none"], "cannot read none as text"),
+        (["ours", "--keep", "0.5", "--data", "none"], "there is no file 'none' for --data; give one that exists"),
         (["ours", "--heads", "0:9", "--data", "texts"], "decoder.0.attention has no head 9; its heads are 0..3"),
         (["ours", "--heads", "9:0", "--data", "texts"], "has no layer 9"),
         (["ours", "--heads", "0:1", "0:1", "--data", "texts"], "head 1 of decoder.0.attention is listed twice"),
@@ -180,9 +183,12 @@ def test_the_same_plan_again_and_not_for_another_model(
         (["ours", "--heads", "0:0,1,2,3", "1:0,1,2,3", "--data", "texts"], "cannot remove all heads of gpt2"),
         (["ours", "--drop", "loud", "--data", "texts"], "no head of the model has class 'loud'"),
         (["ours", "--budget", "cache", "--data", "texts"], "--budget cache is not a budget; write KIND=LIMIT"),
-        (["ours", "--budget", "cash=0.5", "--data", "texts"], "unknown budget 'cash'; did you mean 'cache'"),
+        (["ours", "--budget", "cash=0.5", "--data", "texts"], "--budget 'cash' is unknown; did you mean 'cache'"),
         (["ours", "--keep", "0.5", "--rerank-every", "2", "--data", "texts"], "--rerank-every needs --budget"),
-        (["ours", "--keep", "0.5", "--fold", "median", "--data", "texts"], "unknown fold='median'"),
+        (
+            ["ours", "--keep", "0.5", "--fold", "median", "--data", "texts"],
+            "--fold 'median' is unknown; did you mean 'mean'",
+        ),
         (["ours", "--keep", "0.5", "--data", "texts", "--out", "texts"], "it is a file; give the path of a new folder"),
         (
             ["ours", "--keep", "0.5", "--data", "texts", "--out", "ours"],
@@ -194,10 +200,16 @@ def test_the_same_plan_again_and_not_for_another_model(
         (["ours", "--keep", "0.5", "--data", "texts", "--tokenizer", "bytes"], "has a tokenizer of its own"),
         (["none", "--keep", "0.5", "--data", "texts"], "there is no folder or file"),
         (["ours", "--keep", "0.5", "--data", "texts", "--length", "900"], "exceed the 64 positions of gpt2"),
-        (["ours", "--keep", "0.5", "--data", "texts", "--length", "0"], "length must be an int >= 1, got 0"),
-        (["ours", "--heads", "0:1", "--data", "texts", "--objective", "joy"], "unknown objective 'joy'"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--length", "0"], "--length 0 is too small; give 1 or more"),
+        (
+            ["ours", "--heads", "0:1", "--data", "texts", "--objective", "joy"],
+            "--objective 'joy' is unknown; use one of drift, drift-l2",
+        ),
         (["ours", "--heads", "0:1", "--data", "texts", "--objective", "label"], "cannot measure objective 'label'"),
-        (["ours", "--keep", "0.5", "--data", "texts", "--distill-examples", "0"], "--distill-examples 0 is too few"),
+        (
+            ["ours", "--keep", "0.5", "--data", "texts", "--distill-examples", "0"],
+            "--distill-examples 0 is too small; give 2 or more",
+        ),
     ],
 )
 def test_wrong_arguments(

@@ -15,7 +15,7 @@ MODEL = str(bundled_sample.MODEL)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["nowhere"], "there is no folder 'nowhere'"),
+        (["nowhere"], "there is no folder or file 'nowhere'"),
         ([MODEL, "--port", "99999"], "--port 99999 is not a port"),
         ([MODEL, "--host", "0.0.0.0"], "add --allow-remote"),
         ([MODEL, "--host", "0.0.0.0", "--allow-remote"], "needs a key"),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import headwise as hw
 from headwise.cli import main
+from headwise.costs import count_parameters
 from headwise.data import make_task
 from headwise.files import read_lines
 from headwise.models import load
@@ -99,8 +103,8 @@ def test_a_preset_takes_the_place_of_every_attention(preset: str):
         (["dates", "--out", "x", "--set", "task.digit=3"], "'dates' has no option 'digit'; did you mean 'digits'?"),
         (["dates", "--out", "x", "--set", "recipe.lrr=3"], "a recipe has no field 'lrr'; did you mean 'lr'?"),
         (["dates", "--out", "x", "--model", "mqaa"], "there is no preset, file or folder 'mqaa'; did you mean 'mqa'?"),
-        (["dates", "--out", "x", "--recipe", "none.toml"], "'none.toml' cannot be read"),
-        (["dates", "--out", "x", "--logger", "wandbb"], "there is no logger 'wandbb'; did you mean 'wandb'?"),
+        (["dates", "--out", "x", "--recipe", "none.toml"], "there is no file 'none.toml' for --recipe"),
+        (["dates", "--out", "x", "--logger", "wandbb"], "--logger 'wandbb' is unknown; did you mean 'wandb'?"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -111,6 +115,105 @@ def test_bad_input_is_one_line(
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
     assert list(tmp_path.iterdir()) == []
+
+
+# --- --model FILE: a spec of one layer -----------------------------------------------------------------
+
+LAYER = hw.design(model=64, heads=4, kv=2, dim=10, modifiers=(hw.Softcap(limit=5.0),))
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+def test_a_spec_file_takes_the_place_of_every_self_attention(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, suffix: str
+):
+    path = tmp_path / f"layer{suffix}"
+    path.write_text((hw.to_toml if suffix == ".toml" else hw.to_json)(LAYER))
+    code, _, err = trained(capsys, "recall", "--model", str(path), "--out", str(tmp_path / "out"), *SMALL)
+    assert code == 0, err
+    net, own = load(tmp_path / "out"), make_task("recall").model()
+    new = [spec for _, spec in net.spec.attention_specs()]
+    old = [spec for _, spec in own.attention_specs()]
+    assert len(new) == len(old) == 2
+    # The task's pattern and its positional modifiers stay; everything else is that of the file.
+    expected = replace(LAYER, pattern=hw.Causal(), modifiers=(hw.Rotary(), *LAYER.modifiers))
+    assert new == [expected, expected]
+    assert [block.feed for block in net.spec.stacks[0].layers] == [block.feed for block in own.stacks[0].layers]
+    changed = [(count_parameters(after) - count_parameters(before)) for after, before in zip(new, old, strict=True)]
+    assert sum(p.numel() for p in net.parameters()) == count_parameters(own) + sum(changed)
+    keys = [tensor for name, tensor in net.state_dict().items() if name.endswith("attention.project.k")]
+    assert [key.numel() for key in keys] == [2 * 10 * 64] * 2
+
+
+def test_a_spec_file_of_another_width_is_refused_and_the_remedy_works(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.chdir(tmp_path)
+    main(["spec", "gqa", "--toml"])
+    Path("gqa.toml").write_text(capsys.readouterr().out)
+    code, out, err = trained(capsys, "recall", "--model", "gqa.toml", "--out", "x", *SMALL)
+    remedy = "headwise spec gqa.toml --set model=64 --toml"
+    assert (code, out) == (2, "")
+    assert err == (
+        "headwise: gqa.toml is for models of width 512, but the model of the task recall has width 64; write a file "
+        f"for it with {remedy}\n"
+    )
+    assert not Path("x").exists()
+    assert main(shlex.split(remedy)[1:]) == 0
+    Path("gqa.toml").write_text(capsys.readouterr().out)
+    assert trained(capsys, "recall", "--model", "gqa.toml", "--out", "x", *SMALL)[0] == 0
+
+
+def test_a_spec_file_of_cross_attention_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "cross.toml").write_text(hw.to_toml(replace(LAYER, source=32)))
+    code, _, err = trained(capsys, "recall", "--model", str(tmp_path / "cross.toml"), "--out", str(tmp_path / "x"))
+    assert code == 2
+    assert "cross.toml describes cross-attention, with source = 32; give a self-attention" in err
+
+
+def test_every_command_reads_a_spec_file_or_states_what_it_needs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.chdir(tmp_path)
+    Path("layer.toml").write_text(hw.to_toml(LAYER))
+    Path("texts.txt").write_text("one\ntwo\n")
+    for verb in ("spec", "cost", "walk", "why", "sites"):
+        code = main([verb, "layer.toml"])
+        captured = capsys.readouterr()
+        assert (code, captured.err) == (0, ""), verb
+        assert captured.out
+    texts = ["--data", "texts.txt"]
+    for argv in (
+        ["run", "layer.toml"],
+        ["serve", "layer.toml"],
+        ["heads", "layer.toml", *texts],
+        ["prune", "layer.toml", "--keep", "0.5", "--out", "x", *texts],
+        ["prune", "layer.toml", "--sweep", "--out", "x", *texts],
+        ["convert", "layer.toml", "--kv", "1", "--out", "x", *texts],
+        ["trace", "layer.toml", "--text", "one", "--out", "a.trace"],
+        ["view", "layer.toml", "--export", "a.html"],
+    ):
+        code = main(argv)
+        captured = capsys.readouterr()
+        assert (code, captured.out) == (2, ""), argv
+        assert captured.err == (
+            "headwise: layer.toml describes one attention layer, without weights; train a model with it: headwise "
+            "train TASK --model layer.toml --out DIR\n"
+        ), argv
+    assert main(["study", "layer.toml"]) == 2
+    assert 'write a study with a variant of it, [variants.mine] with spec = "layer.toml"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["layer.toml", "model.toml", "gqa", "gpt3"])
+def test_sites_lists_the_layers_of_a_description(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+):
+    monkeypatch.chdir(tmp_path)
+    Path("layer.toml").write_text(hw.to_toml(LAYER))
+    Path("model.toml").write_text(hw.model_spec.to_toml(make_task("dates").model()))
+    assert main(["sites", name, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["sites"]
+    counts = {"layer.toml": (1, 4, 2), "model.toml": (6, 4, 4), "gqa": (1, 8, 2), "gpt3": (96, 96, 96)}
+    assert (len(rows), rows[0]["q"], rows[0]["kv"]) == counts[name]
 
 
 def test_ctrl_c_saves_the_current_step_and_prints_how_to_resume(

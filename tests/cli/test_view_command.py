@@ -21,7 +21,7 @@ BAD = {
     "no html": (["--export", "heads.pdf"], "end the name in .html"),
     "no folder": (["--export", "nowhere/heads.html"], "nowhere does not exist; give the path of a new file"),
     "no trace": (["nowhere.trace"], "nowhere.trace"),
-    "no file": (["nowhere/model.py:make"], "there is no file 'nowhere/model.py'; give FILE.py:FACTORY"),
+    "no file": (["nowhere/model.py:make"], "there is no file 'nowhere/model.py'; give one that exists"),
     "no model": (["no where"], "there is no model 'no where'; give a folder, a .trace file"),
 }
 

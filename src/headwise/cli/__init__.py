@@ -2,8 +2,8 @@
 
 `describe` holds the four commands that describe a layer or a model: `spec`, `walk`, `sites` and `why`.
 `command_parser` makes help texts and errors. `arguments` parses what commands share: specs, presets, folders of models,
-`--set KEY=VALUE` and `--json`. `text_arguments` and `compression_arguments` add the options for texts and for models
-that are written to a folder.
+`--set KEY=VALUE` and `--json`. `argument_checks` and `known_names` refuse bad values before a model is loaded.
+`text_arguments` and `compression_arguments` add the options for texts and for models that are written to a folder.
 The packages `cost` and `run` hold the two largest commands.
 
 Heavy modules such as torch are imported inside `main` of a command, so that `headwise --help` answers at once.

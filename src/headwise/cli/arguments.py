@@ -40,6 +40,7 @@ PRESETS = [
     "performer",
 ]
 PRESETS += ["longformer", "bigbird", "kha", "average"]
+DESCRIPTION_SUFFIXES = (".toml", ".json")  # specs and models without weights
 MAX_FILE_BYTES = 2**20  # largest spec file that is read; a spec is about a page of text
 ASCII_FALLBACKS = str.maketrans("█▒·─–—×−→≤≥²…", "#+.---x-><>2.")
 
@@ -340,7 +341,7 @@ def load_model_description(name: str | None) -> ModelSpec | None:
     if (
         not is_published_model(path)
         and not path.is_dir()
-        and not set(_read_keys(path)) & set(MODEL_KEYS.get(path.suffix, ()))
+        and not set(read_description_keys(path)) & set(MODEL_KEYS.get(path.suffix, ()))
     ):
         return None
     from ..families import read_model_spec
@@ -357,7 +358,12 @@ def is_published_model(path: Path) -> bool:
     return path.name in PUBLISHED_MODELS
 
 
-def _read_keys(path: Path) -> dict[str, Any]:
+def is_manifest_or_config(path: Path) -> bool:
+    """Whether a file describes the model whose weights are beside it."""
+    return bool(set(read_description_keys(path)) & {"format", *MODEL_KEYS[".json"]})
+
+
+def read_description_keys(path: Path) -> dict[str, Any]:
     """Return the table in a JSON or TOML file; empty if it cannot be read (the spec parser reports why)."""
     if path.suffix not in MODEL_KEYS or not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
         return {}

@@ -12,6 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..output_paths import check_output, stage_folder
+from . import known_names
+from .argument_checks import (
+    check_choice,
+    check_input_file,
+    check_minimum,
+    check_model_path,
+    check_positive,
+)
 from .arguments import (
     add_json_argument,
     add_overwrite_argument,
@@ -91,6 +99,22 @@ def add_model_arguments(parser: CommandParser) -> None:
     add_json_argument(parser)
 
 
+def check_compression_arguments(args: argparse.Namespace) -> None:
+    """Refuse what cannot work before the model is loaded."""
+    check_model_path(args.model)
+    check_text_arguments(args)
+    if args.changes and args.task is None:
+        raise UsageError(f"--set {args.changes[0]} sets a field of a task; add --task NAME, or leave it out")
+    check_choice("--objective", args.objective, known_names.OBJECTIVES)
+    if "seconds" in args:
+        check_minimum("--uptrain", args.uptrain, 1)
+        check_input_file("--distill-data", args.distill_data)
+        check_minimum("--distill-examples", args.distill_examples, 2)
+        check_positive("--lr", args.lr)
+        check_minimum("--length", args.length, 1)
+        check_positive("--seconds", args.seconds)
+
+
 @dataclass
 class CompressionRun:
     """The original model, the texts that heads are chosen by, the texts of the proof, and notes for its report."""
@@ -105,7 +129,8 @@ class CompressionRun:
     @staticmethod
     def from_args(args: argparse.Namespace) -> CompressionRun:
         """Check all arguments, then read the model and the texts; nothing is written."""
-        check_text_arguments(args)
+        check_compression_arguments(args)
+        task = None if args.task is None else parse_task(args, args.changes)
         from ..head_analysis.annotated_examples import split_examples
         from ..hub.pretrained_models import load
         from ..surgery.curve_report import CURVES_FOLDER
@@ -116,7 +141,6 @@ class CompressionRun:
         )
         model = load(Path(args.model))
         attach_named_tokenizer(model, args)
-        task = None if args.task is None else parse_task(args, args.changes)
         examples, reading_notes = read_examples(model, args, task)
         _check_model(model, args, examples[0])
         selection, proof, split_note = split_examples(examples)
@@ -232,8 +256,6 @@ def _check_model(net: Transformer, args: argparse.Namespace, example: Example) -
     choose_objective(net, args.objective, example)
     if "seconds" in args:
         fit_lengths(net, _timing_pace(args))
-        if args.distill_examples < 2:
-            raise UsageError(f"--distill-examples {args.distill_examples} is too few; give at least 2")
 
 
 def _format_number(value: float | None) -> str:

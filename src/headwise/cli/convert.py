@@ -6,8 +6,10 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
+from . import known_names
+from .argument_checks import check_choice, check_minimum
 from .command_parser import CommandParser, UsageError
-from .compression_arguments import CompressionRun, add_compression_arguments
+from .compression_arguments import CompressionRun, add_compression_arguments, check_compression_arguments
 
 if TYPE_CHECKING:
     from ..surgery import AttentionConversion
@@ -18,6 +20,7 @@ CONVERSION_FORMS = ("mha", "latent", "collaborative=WIDTH", "routed=ALWAYS,ACTIV
 def main(argv: list[str]) -> int:
     """Convert the attention layers, retrain if asked, write the model and its proof."""
     args = _parser().parse_args(argv)
+    check_compression_arguments(args)
     conversion = _parse_conversion(args)
     run = CompressionRun.from_args(args)
     from ..surgery.conversion import convert
@@ -78,6 +81,15 @@ def _parser() -> CommandParser:
 
 def _parse_conversion(args: argparse.Namespace) -> AttentionConversion:
     """Return the conversion that the options ask for."""
+    for option, value, names in (
+        ("--align", args.align, known_names.ALIGN_SIDES),
+        ("--grouping", args.grouping, known_names.GROUPINGS),
+        ("--score", args.score, known_names.SIMILARITY_KINDS),
+        ("--where", args.where, known_names.ATTENTION_KINDS),
+        ("--by", args.by, known_names.RANKING_METHODS),
+    ):
+        check_choice(option, value, names)
+    check_minimum("--kv", args.kv, 1)
     from ..surgery import HeadRanking, Pool, ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
 
     if (args.kv is None) == (args.to is None):

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import (
+    DESCRIPTION_SUFFIXES,
     add_json_argument,
     add_spec_arguments,
     format_model_page,
     load_model_description,
     parse_spec,
     print_page,
+    resolve_target,
     to_json,
 )
 from .command_parser import CommandParser
 
 if TYPE_CHECKING:
+    from ..inspect.attention_sites import Sites
     from ..spec.attention_spec import AttentionSpec
 
 MASK_TOKENS = 16  # enough to recognise every pattern, small enough for a terminal
@@ -36,7 +40,7 @@ def spec_main(argv: list[str]) -> int:
     )
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument(
-        "--toml", action="store_true", help="print only the spec, as a TOML file that every command accepts"
+        "--toml", action="store_true", help="print only the spec, as a file for cost, train, why, walk and sites"
     )
     add_json_argument(forms)
     args = parser.parse_args(argv)
@@ -176,19 +180,38 @@ def sites_main(argv: list[str]) -> int:
     parser = CommandParser(
         "sites",
         "List every attention layer of a model: its path, number of heads and attention pattern, and whether its heads "
-        "can be traced, ablated, pruned and converted, with the reason if not. A folder with only a config.json works.",
+        "can be traced, ablated, pruned and converted, with the reason if not. A description without weights works.",
         "headwise sites runs/dates",
         "headwise sites path/to/model --json",
     )
-    parser.add_argument("model", metavar="MODEL", help="a headwise or transformers folder")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a headwise or transformers folder, a .toml or .json file, or a preset"
+    )
     add_json_argument(parser)
     args = parser.parse_args(argv)
-    from ..hub.pretrained_models import load_original
-    from ..inspect.attention_sites import sites
-
-    table = sites(load_original(args.model))
+    table = _list_sites(args.model)
     print_page(to_json(table.to_dict) if args.json else str(table))
     return 0
+
+
+def _list_sites(name: str) -> Sites:
+    """Return the attention layers of a model with weights, or of a spec or model that is only described."""
+    from ..inspect.attention_sites import sites
+
+    path = Path(name)
+    if path.is_dir() or (path.is_file() and path.suffix not in DESCRIPTION_SUFFIXES):
+        from ..hub.pretrained_models import load_original
+
+        return sites(load_original(name))
+    import torch
+
+    from ..models import build
+    from ..nn.attention import Attention
+    from ..spec.attention_spec import AttentionSpec
+
+    target = resolve_target(name, {}, [])
+    with torch.device("meta"):
+        return sites(Attention(target) if isinstance(target, AttentionSpec) else build(target))
 
 
 def why_main(argv: list[str]) -> int:

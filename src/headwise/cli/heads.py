@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..output_paths import check_output
+from . import known_names
+from .argument_checks import check_choice, check_input_file, check_model_path, check_positive
 from .arguments import (
     add_json_argument,
     add_overwrite_argument,
@@ -285,6 +287,7 @@ def _parser() -> CommandParser:
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
+    check_model_path(args.model)
     check_text_arguments(args)
     if args.images is not None:
         _check_image_arguments(args)
@@ -292,6 +295,11 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise UsageError(f"--resamples {args.resamples} is too few for a confidence interval; give at least 100")
     if args.normalise_layers and args.importance is None:
         raise UsageError("--normalise-layers needs scores to divide; add --importance METHOD")
+    check_choice("--importance", args.importance, known_names.IMPORTANCE_METHODS)
+    check_choice("--criteria", args.criteria, known_names.CRITERIA)
+    if args.conllu is args.align_files is args.task is None:  # their relations and links are further measures
+        check_choice("--sort", args.sort, _list_measures(args))
+    check_positive("--budget", args.budget)
     if _parse_head_pair(args.pair) and args.out is None:
         raise UsageError("--pair needs a folder for the figure; add --out DIR")
     _check_drawing(args)
@@ -305,6 +313,12 @@ def _check_image_arguments(args: argparse.Namespace) -> None:
         raise UsageError("--importance needs texts or labels, and --images has neither; leave it out")
     if args.tokenizer is not None:
         raise UsageError("--tokenizer is for texts; leave it out with --images")
+
+
+def _list_measures(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the measures of texts without annotations."""
+    published = [name for name in known_names.LITERATURE_MEASURES if name.startswith(f"{args.criteria} ")]
+    return (*known_names.MEASURES, *published, *(() if args.importance is None else ("importance",)))
 
 
 def _check_drawing(args: argparse.Namespace) -> None:
@@ -330,6 +344,7 @@ def _locate_drawn_heads(args: argparse.Namespace, layers: Sequence[Any]) -> list
 def _draw_from_trace(args: argparse.Namespace, parser: CommandParser) -> int:
     """Draw heads of a trace, which needs neither the model nor texts."""
     _check_drawing(args)
+    check_input_file("MODEL", args.model)
     if not args.draw:
         raise UsageError(f"{args.model} is a trace, whose heads can only be drawn; add --draw HEAD --out DIR")
     unused = [name for name in vars(args) if getattr(args, name) != parser.get_default(name)]

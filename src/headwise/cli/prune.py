@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shlex
 from dataclasses import replace
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..output_paths import check_output
+from . import known_names
+from .argument_checks import check_choice, check_minimum, check_positive, check_share
 from .arguments import existing_mode, print_page, to_json
 from .command_parser import CommandParser, UsageError
 from .compression_arguments import CompressionRun, add_compression_arguments, add_model_arguments
@@ -127,15 +130,36 @@ def _check_selection(args: argparse.Namespace) -> None:
         raise UsageError(
             f"choose heads by exactly one of {', '.join(f'--{name}' for name in SELECTION_OPTIONS)}{conflict}"
         )
+    if args.keep is not None:
+        _parse_fraction(args.keep)
+    for name in args.heads or ():
+        _split_heads(name)
+    if args.budget is not None:
+        _parse_budget(args.budget)
+    if args.plan is not None and not Path(args.plan).exists():
+        raise UsageError(f"there is no folder {args.plan!r} for --plan; give a folder that headwise prune wrote")
     if args.gates is not None and not args.keep:
         raise UsageError("--gates needs --keep for the number of heads that stay; give both")
     for option, value in (("--rerank-every", args.rerank_every), ("--state", args.state)):
         if value is not None and not args.budget:
             raise UsageError(f"{option} needs --budget; add --budget, or leave out {option}")
+    check_choice("--by", args.by, known_names.RANKING_METHODS)
+    check_choice("--per", args.per, known_names.KEEP_SCOPES)
+    check_choice("--fold", args.fold, known_names.FOLD_MODES)
+    check_minimum("--rerank-every", args.rerank_every, 1)
     if args.state is not None:
         from ..surgery.head_selection import STATE_FILE
 
         check_output(args.state, STATE_FILE, "continue")
+    _check_removal(args)
+
+
+def _check_removal(args: argparse.Namespace) -> None:
+    """Check the options that --sweep has too."""
+    check_choice("--unit", args.unit, known_names.UNIT_KINDS)
+    check_minimum("--min-heads", args.min_heads, 0)
+    check_minimum("--sample", args.sample, 2)
+    check_minimum("--gates", args.gates, 1)
 
 
 def _selection(args: argparse.Namespace, run: CompressionRun) -> HeadSelection:
@@ -175,13 +199,23 @@ def _selection(args: argparse.Namespace, run: CompressionRun) -> HeadSelection:
 def _stopping_budget(args: argparse.Namespace, ranking: HeadRanking) -> HeadSelection:
     from ..surgery import PruneToBudget, PruningBudget
 
-    kind, _, limit = args.budget.partition("=")
-    try:
-        budget = PruningBudget(kind, float(limit))
-    except ValueError:
-        raise UsageError(f"--budget {args.budget} is not a budget; write KIND=LIMIT, as in cache=0.5") from None
+    budget = PruningBudget(*_parse_budget(args.budget))
     state = None if args.state is None else Path(args.state)
     return PruneToBudget(budget, ranking, args.rerank_every, args.unit, args.min_heads or 0, state)
+
+
+def _parse_budget(text: str) -> tuple[str, float]:
+    """Parse --budget: its kind and its limit."""
+    kind, _, limit = text.partition("=")
+    try:
+        number = float(limit)
+    except ValueError:
+        raise UsageError(f"--budget {text} is not a budget; write KIND=LIMIT, as in cache=0.5") from None
+    check_choice("--budget", kind, known_names.BUDGET_KINDS)
+    if not 0 <= number < math.inf or (number == 0 and kind != "loss") or (kind == "time" and number >= 1):
+        below = " and below 1" if kind == "time" else ""
+        raise UsageError(f"--budget {text} cannot be met; give a limit above 0{below}, as in {kind}=0.7")
+    return kind, number
 
 
 def _load_plan(args: argparse.Namespace, run: CompressionRun) -> HeadSelection:
@@ -201,12 +235,13 @@ def _load_plan(args: argparse.Namespace, run: CompressionRun) -> HeadSelection:
 
 
 def _parse_fraction(text: str) -> float | int:
-    if re.fullmatch(r"\d+", text):
-        return int(text)
     try:
-        return float(text)
+        amount = int(text) if re.fullmatch(r"\d+", text) else float(text)
     except ValueError:
         raise UsageError(f"--keep {text} is not a share or number of heads; give 0.5 or 4, for example") from None
+    if amount < 1 if isinstance(amount, int) else not 0 < amount < 1:
+        raise UsageError(f"--keep {text} is out of range; give a share below 1, such as 0.5, or a number of heads")
+    return amount
 
 
 def _parse_heads(net: Transformer, names: list[str]) -> list[tuple[str, int]]:
@@ -215,12 +250,18 @@ def _parse_heads(net: Transformer, names: list[str]) -> list[tuple[str, int]]:
 
     known_sites, heads = sites(net), list[tuple[str, int]]()
     for name in names:
-        layer, _, numbers = name.rpartition(":")
-        if not layer or not re.fullmatch(r"\d+(,\d+)*", numbers):
-            raise UsageError(f"--heads {name} is not a list of heads; write LAYER:HEADS or SITE:HEADS, as in 0:1,3")
+        layer, numbers = _split_heads(name)
         site = known_sites.find(int(layer) if layer.isdecimal() else layer).name
-        heads += [(site, int(head)) for head in numbers.split(",")]
+        heads += [(site, head) for head in numbers]
     return heads
+
+
+def _split_heads(name: str) -> tuple[str, list[int]]:
+    """Split LAYER:HEADS into the layer and the numbers of its heads."""
+    layer, _, numbers = name.rpartition(":")
+    if not layer or not re.fullmatch(r"\d+(,\d+)*", numbers):
+        raise UsageError(f"--heads {name} is not a list of heads; write LAYER:HEADS or SITE:HEADS, as in 0:1,3")
+    return layer, [int(number) for number in numbers.split(",")]
 
 
 # --- `headwise prune MODEL --sweep` --------------------------------------------------------------------
@@ -232,6 +273,7 @@ def sweep_main(argv: list[str]) -> int:
     """Measure quality against the number of remaining heads, for several orders of removal; write curves, no model."""
     args = _sweep_parser().parse_args(argv)
     points = _parse_fractions(args.points)
+    _check_sweep(args, points)
     run = CompressionRun.from_args(args)
     from ..surgery.curve_report import render_terminal, to_report_data, write_report
     from ..surgery.pruning_curves import run_sweep
@@ -303,6 +345,19 @@ def _parse_fractions(text: str) -> tuple[float, ...]:
         return tuple(float(fraction) for fraction in text.split(",")) if text else ()
     except ValueError:
         raise UsageError(f"--points {text} are not shares of heads; write them as in 0.75,0.5,0.25") from None
+
+
+def _check_sweep(args: argparse.Namespace, points: tuple[float, ...]) -> None:
+    for point in points:
+        check_share("--points", point)
+    for option, orders in (("--by", args.by), ("--answers", args.answers)):
+        for order in orders:
+            check_choice(option, order, known_names.REMOVAL_ORDERS)
+            if order == "gates" and args.gates is None:
+                raise UsageError(f"{option} gates needs the steps that gates are trained for; add --gates STEPS")
+    check_positive("--max-loss-rise", args.max_loss_rise)
+    check_minimum("--random-orders", args.random_orders, 1)
+    _check_removal(args)
 
 
 def _sweep_config(args: argparse.Namespace, run: CompressionRun, points: tuple[float, ...]) -> SweepOptions:

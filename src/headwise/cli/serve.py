@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .argument_checks import check_minimum, check_model_path, check_tokenizer
 from .arguments import print_page
 from .command_parser import CommandParser, UsageError
 from .text_arguments import add_tokenizer_argument
@@ -68,8 +69,6 @@ def _parser() -> CommandParser:
 
 def _check_arguments(args: argparse.Namespace, key: str | None) -> None:
     """Refuse what cannot work before a model is loaded."""
-    from ..costs.serving_capacity import parse_bytes
-
     if not 0 <= args.port <= LARGEST_PORT:
         raise UsageError(f"--port {args.port} is not a port; give 1 to {LARGEST_PORT}, or 0 for a free one")
     if args.host not in LOOPBACK_HOSTS and not args.allow_remote:
@@ -80,8 +79,14 @@ def _check_arguments(args: argparse.Namespace, key: str | None) -> None:
         raise UsageError(f"--host {args.host} needs a key, or anyone could use the model; add --api-key KEY")
     if args.name is not None and not args.name.strip():
         raise UsageError("--name is empty; give a name, or leave it out")
+    check_model_path(args.model)
     if not Path(args.model).is_dir():
-        raise UsageError(f"there is no folder {args.model!r}; give a folder with a model")
+        raise UsageError(f"{args.model} is a file; give a folder with a model")
+    for name in ("rows", "chunk"):
+        check_minimum(f"--{name}", getattr(args, name), 1)
+    check_tokenizer(args.tokenizer)
+    from ..costs.serving_capacity import parse_bytes
+
     parse_bytes(args.budget)
 
 

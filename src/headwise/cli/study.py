@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..output_paths import check_output
+from .argument_checks import check_input_file
 from .arguments import add_json_argument, add_set_argument, parse_value, print_page, to_json
 from .command_parser import CommandParser, UsageError
 
@@ -84,6 +85,7 @@ def _parser() -> CommandParser:
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
+    check_input_file("FILE", args.file)
     if args.jobs is not None and args.jobs < 0:
         raise UsageError(f"--jobs {args.jobs} is negative; give 1 or more, or 0 to run in this process")
     if args.budget is not None and not args.budget > 0:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from . import known_names
+from .argument_checks import check_choice, check_input_file, check_tokenizer
 from .arguments import parse_value
 from .command_parser import CommandParser, UsageError
 
@@ -39,13 +41,19 @@ def add_tokenizer_argument(parser: argparse._ActionsContainer) -> None:
 
 
 def check_text_arguments(args: argparse.Namespace) -> None:
-    """Raise unless exactly one source of texts is given, with a sensible --limit."""
+    """Raise unless exactly one source of texts is given and exists, with a sensible --limit."""
     options = vars(args)
     if sum(options.get(name) is not None for name in TEXT_SOURCES) != 1:
         links = ", --align SOURCE TARGET GOLD, --images PATH" if "align_files" in options else ""
         raise UsageError(f"give exactly one source of texts: --data FILE, --conllu FILE{links}, or --task dates")
     if args.limit is not None and args.limit < 2:
         raise UsageError(f"--limit {args.limit} is too few for a confidence interval; give at least 2")
+    check_input_file("--data", args.data)
+    check_input_file("--conllu", args.conllu)
+    for name in options.get("align_files") or ():
+        check_input_file("--align", name)
+    check_choice("--task", args.task, (*known_names.TASKS, *known_names.FILE_TASKS))
+    check_tokenizer(args.tokenizer)
 
 
 def attach_named_tokenizer(model: Any, args: argparse.Namespace) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..output_paths import check_output
+from . import known_names
+from .argument_checks import check_choice, check_input_file, check_model_path, check_suffix, check_tokenizer
 from .arguments import add_json_argument, add_overwrite_argument, existing_mode, print_page, to_json
 from .command_parser import CommandParser, UsageError
 from .text_arguments import add_tokenizer_argument
@@ -38,11 +40,13 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if not args.min_weight >= 0:
         raise UsageError(f"--min-weight {args.min_weight} is not a weight; give 0 or more")
+    check_suffix("--export", args.export, known_names.EXPORT_SUFFIXES)
     if args.model.endswith(TRACE_SUFFIX):
         if unused := [name for name in CAPTURE_OPTIONS if getattr(args, name) != parser.get_default(name)]:
             raise UsageError(
                 f"--{unused[0].replace('_', '-')} applies when recording, but {args.model} is a trace; leave it out"
             )
+        check_input_file("MODEL", args.model)
         _check_outputs(args)
         from ..traces import load_trace
 
@@ -104,6 +108,14 @@ def _capture_trace(args: argparse.Namespace) -> Trace:
         if value is not None and value < minimum:
             raise UsageError(f"--{name.replace('_', '-')} {value} is too small; give {minimum} or more")
     _check_outputs(args)
+    check_model_path(args.model)
+    check_input_file("--data", args.data)
+    check_tokenizer(args.tokenizer)
+    if args.target is not None and (args.text is None or len(args.text) != 1):
+        raise UsageError("--target needs exactly one --text; give one")
+    check_choice("--precision", args.precision, known_names.TRACE_PRECISIONS)
+    for name in filter(None, args.record.split(",")):
+        check_choice("--record", name, known_names.TRACE_EXTRA_TENSORS)
     from ..costs.serving_capacity import parse_bytes
     from ..inspect.trace_capture import Capture, trace
 
@@ -133,8 +145,6 @@ def _capture_inputs(args: argparse.Namespace) -> tuple[Any, Any, int]:
 
         attach_tokenizer(model, args.tokenizer)
     if args.target is not None:
-        if args.text is None or len(args.text) != 1:
-            raise UsageError("--target needs exactly one --text; give one")
         return model, {"source": args.text[0], "text": args.target}, 0
     embedding = model.spec.stacks[0].embedding if isinstance(model, Transformer) else None
     if isinstance(model, Transformer) and embedding is not None and embedding.patches is not None:

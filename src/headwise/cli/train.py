@@ -6,19 +6,30 @@ import argparse
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import suggest
 from ..output_paths import check_output
+from . import known_names
+from .argument_checks import (
+    check_choice,
+    check_input_file,
+    check_minimum,
+    check_model_path,
+    check_positive,
+)
 from .arguments import (
     BAD_INPUT,
+    DESCRIPTION_SUFFIXES,
     PRESETS,
     add_json_argument,
     add_set_argument,
     is_published_model,
     parse_value,
     print_page,
+    resolve_target,
     to_json,
 )
 from .command_parser import CommandParser, UsageError
@@ -28,6 +39,7 @@ if TYPE_CHECKING:
     from ..distributed import ProcessInfo
     from ..model_spec import ModelSpec
     from ..models import Transformer
+    from ..spec.attention_spec import AttentionSpec
     from ..training import Recipe
 
 
@@ -62,9 +74,9 @@ EXPERT_OPTIONS = {
         "parallelism", str, "AXES", "work per rank, as in data=2,shards=2; auto is data parallelism (default: auto)"
     ),
 }
+CHECKPOINT_FOLDER, MANIFEST_FILE = "checkpoint", "headwise.toml"  # a test compares them with those of the library
 RESUME_HINT = "run the same command with --resume to continue"
 MAX_TEXT_BYTES = 2**20  # largest recipe file that is read
-DESCRIPTION_SUFFIXES = (".toml", ".json")  # model descriptions without weights
 
 
 def main(argv: list[str]) -> int:
@@ -88,9 +100,12 @@ def main(argv: list[str]) -> int:
 
 def _train(argv: list[str], launch: ProcessInfo) -> None:
     args = _parser().parse_args(argv)
+    _check_arguments(args)
     from ..models.save_load import MODEL_FOLDER
 
     check_output(args.out, MODEL_FOLDER, "continue")
+    if launch.is_leader and not args.resume:
+        _check_no_run(Path(args.out))
     changes = _parse_changes(args.changes)
     recipe = _make_recipe(args, changes["recipe"])
     task = _make_task(args.what, args.data, changes["task"])
@@ -103,6 +118,44 @@ def _train(argv: list[str], launch: ProcessInfo) -> None:
     result = train(task, model, recipe, args.out, "allowed" if args.resume else "never", loggers)
     if launch.is_leader:
         print_page(to_json(result.data) if args.json else _format_result(result.data, args.out))
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    """Refuse what cannot work before data or a model is loaded."""
+    check_input_file("--recipe", args.recipe)
+    for name in args.loggers:
+        check_choice("--logger", name, known_names.LOGGERS)
+    for name in ("steps", "batch"):
+        check_minimum(f"--{name}", getattr(args, name), 1)
+    check_positive("--lr", args.lr)
+    _check_data(args.what, args.data)
+    path = Path(args.model or "")
+    if args.model is not None and path.exists() and path.suffix not in DESCRIPTION_SUFFIXES:
+        check_model_path(args.model)
+
+
+def _check_data(name: str | None, data: str | None) -> None:
+    """Refuse a task that does not exist, and data that does not."""
+    if data is not None:
+        if not _may_be_data(data):
+            raise UsageError(f"there is no file or folder {data!r} for --data; give one that exists")
+    elif name is None:
+        raise UsageError(f"give something to train on: {', '.join(known_names.TASKS)}, or a file or folder")
+    elif name not in known_names.TASKS and not _may_be_data(name):
+        raise UsageError(f"there is no task, file or folder {name!r}; {suggest(name, known_names.TASKS)}")
+
+
+def _may_be_data(name: str) -> bool:
+    """Whether a name is that of existing data, or has the form of one that `open_data` reads itself."""
+    return ":" in name or "," in name or name == "stdlib" or Path(name).exists()
+
+
+def _check_no_run(folder: Path) -> None:
+    """Refuse a folder that holds a run or a model; the library checks it again under the folder's lock."""
+    if (folder / CHECKPOINT_FOLDER).is_dir() and any((folder / CHECKPOINT_FOLDER).iterdir()):
+        raise UsageError(f"{folder} holds a run; continue it with --resume, or give another folder")
+    if (folder / MANIFEST_FILE).exists():
+        raise UsageError(f"{folder} already holds a model; give another folder, or move the model away")
 
 
 def _parser() -> CommandParser:
@@ -121,7 +174,8 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="a .toml or config.json, a preset, or weights to continue from: a folder or a llama2.c file",
+        help="a model (.toml, config.json), another attention for the task's model (a preset, or a .toml of headwise "
+        "spec), or weights to continue from (a folder, a llama2.c file)",
     )
     parser.add_argument(
         "--recipe", metavar="FILE", help="a .toml with training options; command-line options override it"
@@ -188,13 +242,8 @@ def _make_task(name: str | None, data: str | None, changes: Mapping[str, Any]) -
     known = [name for name, kind in TASKS.items() if not issubclass(kind, FileTask)]
     if data is not None:
         return open_data(f"{name}:{data}" if name else data, fields)
-    if name is None:
-        raise UsageError(f"give something to train on: {', '.join(known)}, or a file or folder")
-    if name in known:
-        return make_task(name, **fields)
-    if ":" not in name and not Path(name).exists() and "," not in name and name != "stdlib":
-        raise UsageError(f"there is no task, file or folder {name!r}; {suggest(name, known)}")
-    return open_data(name, fields)
+    assert name is not None  # because _check_arguments has refused it
+    return make_task(name, **fields) if name in known else open_data(name, fields)
 
 
 def _with_model_tokenizer(task: Task, model: str) -> Task:
@@ -207,23 +256,37 @@ def _with_model_tokenizer(task: Task, model: str) -> Task:
 
 
 def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transformer:
-    """Return the model to train: a description, or a model with weights."""
-    if name in PRESETS:
-        from ..training.run_setup import replace_self_attention
-
-        return replace_self_attention(task.model(), name)
+    """Return the model to train: a description, the task's model with another attention, or a model with weights."""
     path = Path(name)
-    from ..families import PUBLISHED_MODELS, read_model_spec
-
     is_published = is_published_model(path)
-    if not is_published and not path.exists():
+    if name not in PRESETS and not is_published and not path.exists():
+        from ..families import PUBLISHED_MODELS
+
         known = [*PRESETS, *PUBLISHED_MODELS]
         raise UsageError(f"there is no preset, file or folder {name!r}; {suggest(name, known)}")
-    return (
-        read_model_spec(path)
-        if is_published or path.suffix in DESCRIPTION_SUFFIXES
-        else _load_weights(path, task, recipe)
-    )
+    if name not in PRESETS and not is_published and path.suffix not in DESCRIPTION_SUFFIXES:
+        return _load_weights(path, task, recipe)
+    from ..spec.attention_spec import AttentionSpec
+    from ..training.run_setup import replace_self_attention
+
+    if name in PRESETS:
+        return replace_self_attention(task.model(), name)
+    target = resolve_target(name, {}, [])
+    if not isinstance(target, AttentionSpec):
+        return target
+    return replace_self_attention(task.model(), partial(_check_width, target, name, task.name))
+
+
+def _check_width(new: AttentionSpec, file: str, task: str, old: AttentionSpec) -> AttentionSpec:
+    """Return the spec of a file, which takes the place of `old` in the model of a task."""
+    if new.source is not None:
+        raise UsageError(f"{file} describes cross-attention, with source = {new.source}; give a self-attention")
+    if new.model != old.model:
+        raise UsageError(
+            f"{file} is for models of width {new.model}, but the model of the task {task} has width {old.model}; write "
+            f"a file for it with headwise spec {file} --set model={old.model} --toml"
+        )
+    return new
 
 
 def _load_weights(path: Path, task: Task, recipe: Recipe) -> Transformer:

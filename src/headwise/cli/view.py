@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..output_paths import check_output
-from .arguments import add_overwrite_argument, existing_mode, print_page
+from .argument_checks import check_input_file, check_model_path
+from .arguments import DESCRIPTION_SUFFIXES, PRESETS, add_overwrite_argument, existing_mode, print_page
 from .command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 LARGEST_PORT = 65535
+TRACE_SUFFIX = ".trace"
 HTML_SUFFIXES = (".html", ".htm")
 
 
@@ -84,7 +86,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
         )
     if args.text is not None and not args.text.strip():
         raise UsageError("--text is empty; give at least one word")
-    if args.target is not None and args.target.endswith(".trace") and (args.text or args.source):
+    if args.target is not None and args.target.endswith(TRACE_SUFFIX) and (args.text or args.source):
         option = "--text" if args.text else "--source"
         raise UsageError(f"{option} needs a model, and {args.target} is a trace of one run; give the model instead")
     from ..viewer.view import HTML_PAGE, MODELS_FOLDER
@@ -100,6 +102,17 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise UsageError(f"--compare {args.compare} does not exist; give a model folder or a .trace file")
     if not args.read_only:
         check_output(args.out, MODELS_FOLDER, "continue")
+    if args.target is not None:
+        _check_target(args.target)
+
+
+def _check_target(name: str) -> None:
+    """Refuse names that cannot be opened; what is neither a file nor a folder may be a model of the Hub."""
+    path, colon, _ = name.rpartition(":")
+    if name.endswith(TRACE_SUFFIX) or (colon and path.endswith(".py")):
+        check_input_file("MODEL", path if path.endswith(".py") else name)
+    elif Path(name).exists() or name in PRESETS or Path(name).suffix in DESCRIPTION_SUFFIXES:
+        check_model_path(name)
 
 
 def _print_note(line: str) -> None:

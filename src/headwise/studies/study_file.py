@@ -118,6 +118,9 @@ def read_study(path: Path | str, scale: str = "small", overrides: Mapping[str, A
         table = tomllib.loads(data.decode())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SpecError(f"{path} cannot be read as a study: {error}; give a .toml file") from None
+    if "heads" in table and not {"variants", "stacks"} & set(table):
+        fact = f"{path} describes one attention layer, not a study"
+        raise SpecError(f'{fact}; write a study with a variant of it, [variants.mine] with spec = "{path.name}"')
     return parse_study(table, path.stem, scale, overrides or {}, path.parent)
 
 

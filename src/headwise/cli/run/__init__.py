@@ -13,8 +13,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..argument_checks import (
+    check_choice,
+    check_input_file,
+    check_minimum,
+    check_model_path,
+    check_positive,
+    check_share,
+    check_tokenizer,
+)
 from ..arguments import add_json_argument
 from ..command_parser import CommandParser, UsageError
+from ..known_names import COMPILE_MODES
 from ..text_arguments import add_tokenizer_argument
 
 if TYPE_CHECKING:
@@ -50,10 +60,7 @@ def main(argv: list[str]) -> int:
     """Run the model on TEXT or on every input line; return 2 if a line failed."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.batch < 1:
-        raise UsageError(f"--batch {args.batch} is too small; give 1 or more")
-    if args.requests is None and (unused := [name for name in SERVING_OPTIONS if getattr(args, name) is not None]):
-        raise UsageError(f"--{unused[0]} applies to --requests only; add --requests FILE, or leave it out")
+    _check_arguments(args)
     model = load_model(args)
     kind = task_kind(model)
     if kind != "texts":
@@ -62,6 +69,31 @@ def main(argv: list[str]) -> int:
         kind = "requests"
     module, function = ANSWER_FUNCTIONS[kind]
     return getattr(import_module(f"{__name__}.{module}"), function)(model, args)
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    """Refuse what cannot work before the model is loaded."""
+    if args.requests is None and (unused := [name for name in SERVING_OPTIONS if getattr(args, name) is not None]):
+        raise UsageError(f"--{unused[0]} applies to --requests only; add --requests FILE, or leave it out")
+    check_model_path(args.model)
+    for name in ("batch", "max_new_tokens", "top_k", "beams", "best", "window", "rows", "chunk"):
+        check_minimum(f"--{name.replace('_', '-')}", getattr(args, name), 1)
+    check_minimum("--temperature", args.temperature, 0)
+    check_share("--top-p", args.top_p)
+    check_share("--min-p", args.min_p)
+    check_positive("--repetition", args.repetition)
+    if (args.best or 1) > (args.beams or 1):
+        raise UsageError(f"--best {args.best} is more than --beams {args.beams or 1}; give --beams {args.best}")
+    check_choice("--compile", args.compile, COMPILE_MODES)
+    check_input_file("--score", args.score)
+    check_input_file("--requests", args.requests)
+    check_tokenizer(args.tokenizer)
+    if args.score_tokenize is not None and args.score is None:
+        raise UsageError("--score-tokenize needs --score; add --score REF")
+    if args.budget is not None:
+        from ...costs.serving_capacity import parse_bytes
+
+        parse_bytes(args.budget)
 
 
 def task_kind(model: Transformer) -> str:
