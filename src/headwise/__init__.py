@@ -108,7 +108,7 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .surgery.verification.proof import prove
     from .surgery.weight_folding import fold_bias, fold_qk_transforms
     from .traces import Trace, compare_traces, load_trace
-    from .training import Recipe, TrainingResult, train
+    from .training import Evaluation, Recipe, TrainingResult, evaluate, train
     from .viewer.view import view, view_attention
 
 __version__ = "0.1.0"
@@ -223,6 +223,8 @@ _MODULE_OF_NAME = {
     "Recipe": "training",
     "TrainingResult": "training",
     "train": "training",
+    "Evaluation": "training",
+    "evaluate": "training",
     "Parallelism": "distributed",
     "view": "viewer.view",
     "view_attention": "viewer.view",

@@ -28,7 +28,7 @@ COMMANDS = {
     "view": "every head of a model in the browser, or in one HTML file",
     "spec": "show a spec or a model: parameters by name, cost, cache, mask",
     "cost": "parameters, FLOPs, memory and time of specs and models",
-    "walk": "every tensor operation of a layer, with shapes and strides",
+    "walk": "the steps of a layer by number, or every tensor operation",
     "train": "train a model on a built-in task or your data",
     "study": "train variants on tasks over seeds; report which differences are real",
     "run": "run a trained model on a text, an image, or each line of stdin",

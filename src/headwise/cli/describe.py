@@ -151,10 +151,10 @@ def walk_main(argv: list[str]) -> int:
     """Run a layer once on random input and print its tensor operations."""
     parser = CommandParser(
         "walk",
-        "Run a layer once on random input and list every tensor operation by stage, with shapes, strides, and whether "
-        "it copies or makes a view.",
+        "Run a layer once on random input and list the steps of attention by number, with the shapes of queries, keys "
+        "and values, and whether a step copies or makes a view.",
         "headwise walk mha --batch 5 --tokens 10",
-        "headwise walk gqa --set heads.kv=4 --json",
+        "headwise walk gqa --set heads.kv=4 --ops",
     )
     add_spec_arguments(parser)
     parser.add_argument("--batch", type=int, default=5, metavar="COUNT", help="batch size")
@@ -165,13 +165,16 @@ def walk_main(argv: list[str]) -> int:
         metavar="COUNT",
         help="cross-attention to a source of this many tokens (default: self-attention)",
     )
+    parser.add_argument("--ops", action="store_true", help="every tensor operation by part, with strides")
     add_json_argument(parser)
     args = parser.parse_args(argv)
     spec = parse_spec(args)
+    from ..nn.attention_steps import AttentionSteps
     from ..nn.op_trace import walk
 
     trace = walk(spec, args.batch, args.tokens, args.source)
-    print_page(to_json(trace.to_dict) if args.json else str(trace))
+    page = trace if args.ops else AttentionSteps(trace)
+    print_page(to_json(page.to_dict) if args.json else str(page))
     return 0
 
 

@@ -6,7 +6,8 @@ context parallelism. `longformer_attention` and `merged_attention` combine sever
 added to the input; `tensor_attention` is attention over tensors in hand, and `multihead_attention` holds layers that
 are called as torch's and other well-known ones. `depth_init` is depth-aware initialisation, `feature_redrawing` samples
 random features again; `head_axis_ops` removes, shares and splits heads along named axes. `reference` is the slow
-float64 definition that every backend is tested against; `op_trace` records every tensor operation.
+float64 definition that every backend is tested against; `op_trace` records every tensor operation,
+and `attention_steps` numbers the steps of attention in it.
 """
 
 from . import head_axis_ops, position_embeddings, reference

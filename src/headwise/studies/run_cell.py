@@ -106,21 +106,10 @@ def read_task(values: Mapping[str, Any]) -> Task:
 
 def evaluate_model(net: Transformer, task: Task, batch_size: int, split: str = "test") -> dict[str, tuple[float, int]]:
     """Sum and number of terms of each metric of a model on a few batches of a split."""
-    import torch
+    from ..training.evaluation import tally_batches
 
-    from ..distributed.sharded_model import BatchForward
-    from ..training.evaluation import sum_tallies
-    from ..training.loss import count_labels, cross_entropy
-
-    forward, available = BatchForward(net).eval(), task.batches(batch_size, split)
-    tallies: list[Mapping[str, tuple[float, int]]] = []
-    for index in range(TEST_BATCHES if available is None else min(TEST_BATCHES, available)):
-        batch = task.batch(index, batch_size, split)
-        with torch.no_grad():
-            logits = forward(batch).float()
-        loss = {"loss": (float(cross_entropy(logits, batch.labels)), count_labels(batch))}
-        tallies.append(loss | dict(task.measure(logits, batch)))
-    return {name: (total, count) for name, (total, count) in sum_tallies(tallies).items() if count}
+    sums = tally_batches(net, task, (batch_size, TEST_BATCHES), split)
+    return {name: (total, count) for name, (total, count) in sums.items() if count}
 
 
 def measure_cell_heads(net: Transformer, task: Task, num_texts: int) -> dict[str, Any]:

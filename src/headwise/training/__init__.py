@@ -6,10 +6,11 @@
   a run and its checkpoints.
 - `train_step`: the gradients of one optimisation step; with AdamW; `loss` is used by it.
 - `autotune`: measures which precision, attention, row layout and compilation is fastest.
-- `evaluation`: metrics on held-out data and of generated answers.
+- `evaluation`: `evaluate`, metrics on held-out data at several lengths, and of generated answers.
 - `loggers`: progress on the console, metrics.jsonl, TensorBoard, MLflow, W&B and Trackio.
 """
 
+from .evaluation import Evaluation, evaluate
 from .loggers import LOGGERS, ConsoleLogger, MetricLogger
 from .loop import TrainingResult, train
 from .recipe import SCHEDULES, Recipe
@@ -20,9 +21,11 @@ __all__ = [
     "SCHEDULES",
     "CheckpointFolder",
     "ConsoleLogger",
+    "Evaluation",
     "MetricLogger",
     "Recipe",
     "TrainingCheckpoint",
     "TrainingResult",
+    "evaluate",
     "train",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -90,6 +91,75 @@ class TaskEvaluator:
             return path(batch.to(self.device))
         packed = pack_batch(batch)
         return packed.unpack(path(packed.batch.to(self.device)))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics of a model on a task, and on the same task at other lengths."""
+
+    metrics: Mapping[str, float]
+    by_length: Mapping[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
+
+    def __str__(self) -> str:
+        columns = {"the task": self.metrics, **{f"length {length}": row for length, row in self.by_length.items()}}
+        lines = ["".ljust(20) + "".join(label.rjust(14) for label in columns)]
+        for name in dict.fromkeys(name for row in columns.values() for name in row):
+            cells = (f"{row[name]:.4f}" if name in row else "-" for row in columns.values())
+            lines.append(name.ljust(20) + "".join(cell.rjust(14) for cell in cells))
+        return "\n".join(lines)
+
+
+def evaluate(
+    net: Transformer,
+    task: Task,
+    lengths: Sequence[int] = (),
+    *,
+    batch: int = 32,
+    batches: int = 16,
+    split: str = "test",
+) -> Evaluation:
+    """Evaluate a model on held-out examples: the loss per label and the metrics of the task.
+
+    With `lengths`, the model is also evaluated on the task with each of these values of its option `length`, such as
+    lengths that it was not trained on. The mode of the model (training or evaluation) is left as it is.
+
+    >>> import headwise as hw
+    >>> task = hw.data.make_task("group", length=12)
+    >>> result = hw.evaluate(hw.Transformer(task.model()), task, lengths=(16, 32), batches=2)
+    >>> list(result.by_length), result.metrics["accuracy"] < 1
+    ([16, 32], True)
+    """
+    for name, size in (("batch", batch), ("batches", batches), *(("a length", length) for length in lengths)):
+        if type(size) is not int or size < 1:
+            raise SpecError(f"{name} must be a whole number of at least 1, got {size!r}")
+    if lengths and "length" not in [option.name for option in fields(task)]:
+        fact = f"the task {task.name!r} has no option length"
+        raise SpecError(f"{fact}; evaluate it with other options instead, such as {task!r}")
+    is_training = net.training
+    try:
+        by_length = {
+            length: average_tallies([tally_batches(net, replace(task, length=length), (batch, batches), split)])
+            for length in lengths
+        }
+        return Evaluation(average_tallies([tally_batches(net, task, (batch, batches), split)]), by_length)
+    finally:
+        net.train(is_training)
+
+
+def tally_batches(net: Transformer, task: Task, sizes: tuple[int, int], split: str) -> MetricSums:
+    """Sum and count of every metric over batches of a split; `sizes` are examples per batch, and batches at most."""
+    batch_size, max_batches = sizes
+    forward, available = BatchForward(net).eval(), task.batches(batch_size, split)
+    device = next(net.parameters()).device
+    tallies: list[MetricSums] = []
+    for index in range(max_batches if available is None else min(max_batches, available)):
+        batch = task.batch(index, batch_size, split).to(device)
+        with torch.no_grad():
+            logits = forward(batch).float()
+        check_label_shape(logits, batch.labels)
+        loss = {"loss": (float(cross_entropy(logits, batch.labels)), count_labels(batch))}
+        tallies.append(loss | dict(task.measure(logits, batch)))
+    return sum_tallies(tallies)
 
 
 def sum_tallies(tallies: Iterable[MetricSums]) -> dict[str, tuple[float, int]]:
