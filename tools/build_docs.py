@@ -14,7 +14,9 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- /generated -->)", re.DOTALL)
@@ -163,6 +165,29 @@ def served() -> str:
     import engine_page
 
     return engine_page.page()
+
+
+ERRATA_HEADS = {
+    "en": ("id", "claim", "correction", "reference", "command"),
+    "zh": ("编号", "原文的说法", "更正", "参考", "命令"),
+}
+errata_rows: list[Any] = []  # filled once: each entry is run
+
+
+def errata_table(document: str, language: str) -> str:
+    """The errata of one document in one language, with the numbers of their runs."""
+    from headwise.learn.catalogue import load_entries
+    from headwise.learn.errata_table import list_errata
+
+    if not errata_rows:
+        errata_rows.extend(list_errata(load_entries()))
+    rows = [row.cells(language) for row in errata_rows if row.id.startswith(f"C{int(document)}.")]
+    return table(ERRATA_HEADS[language], rows)
+
+
+for document in ("000", "001", "002", "003", "004"):
+    for language, suffix in (("en", ""), ("zh", "-zh")):
+        GENERATORS[f"errata-{document}{suffix}"] = partial(errata_table, document, language)
 
 
 @generates

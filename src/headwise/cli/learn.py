@@ -89,6 +89,7 @@ def _listed(entry: Entry) -> dict[str, Any]:
         "line_en": entry.line_en,
         "line_zh": entry.line_zh,
         "command": entry.command,
+        "study": entry.study or None,
     }
 
 

@@ -55,6 +55,7 @@ def _read_entry(document: str, table: Mapping[str, Any], module: Any) -> Entry:
         run=None if run is None else getattr(module, run),
         reference=table.get("reference", ""),
         see=table.get("see", ""),
+        study=table.get("study", ""),
     )
 
 
@@ -82,7 +83,7 @@ def load_entries() -> list[Entry]:
 
 
 def find_entries(name: str) -> list[Entry]:
-    """The entries of a document (003), a topic (softmax-scale), a section (003-7) or a row (C1.4).
+    """The entries of a document (003), a topic (softmax-scale), a section (003-7), a row (C1.4), or "errata".
 
     >>> [entry.id for entry in find_entries("C4.3")]
     ['004-1b']
@@ -95,10 +96,11 @@ def find_entries(name: str) -> list[Entry]:
         if wanted in (entry.document, entry.id, entry.topic)
         or wanted.upper() in entry.rows
         or entry.id.startswith((f"{wanted}.", f"{wanted}-"))
+        or (wanted == "errata" and any(row.startswith("C") for row in entry.rows))
     ]
     if chosen:
         return chosen
-    names = [*MODULES, *dict.fromkeys(entry.topic for entry in entries), *(entry.id for entry in entries)]
+    names = [*MODULES, "errata", *dict.fromkeys(entry.topic for entry in entries), *(entry.id for entry in entries)]
     names += [row for entry in entries for row in entry.rows]
     hint = suggest(wanted, names)
     if not hint.startswith("did you mean"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..files import write_atomically
 from .catalogue import Document
 from .entry import Entry, Result, Verdict
-from .entry_text import MARKS, Words
+from .entry_text import MARKS, Words, describe_study
 
 STYLE_FILE = Path(__file__).with_name("document_page.css")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -66,6 +66,8 @@ def _article(entry: Entry, result: Result, words: Words) -> Iterator[str]:
     for name, text in (("reference", entry.reference), ("see", entry.see)):
         if text:
             yield f'<p class="small">{escape(words.phrase(name))}: {escape(text)}</p>'
+    if entry.study:
+        yield from (f'<p class="small">{escape(text)}</p>' for text in describe_study(entry.study, words))
     yield f'<p class="small">{escape(words.phrase("command"))}: <code>{escape(entry.command)}</code></p></article>'
 
 

@@ -115,7 +115,7 @@ class Entry:
 
     `verdict` is the expected verdict, and `reason` its reason with placeholders for the numbers of the run. `rows` are
     ids of errata (C1.4) and of demands (B12). `run` is None for facts about a cited paper, which have nothing to
-    compute.
+    compute. `study` is the study that tests the statement by training.
     """
 
     id: str
@@ -130,6 +130,7 @@ class Entry:
     run: Callable[..., Outcome] | None = None
     reference: str = ""
     see: str = ""
+    study: str = ""
 
     @property
     def line_en(self) -> str:

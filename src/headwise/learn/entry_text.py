@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from .catalogue import Document, list_topics, read_toml
 from .entry import Entry, Result, Verdict
+from .study_runs import find_study_runs, study_command
 
 WIDTH = 80
 MARKS = {Verdict.HOLDS: "[+]", Verdict.HOLDS_IF: "[~]", Verdict.WRONG: "[x]", Verdict.NOT_RUN: "[ ]"}
@@ -116,7 +117,18 @@ def format_entry(entry: Entry, result: Result, language: str) -> str:
         lines += wrap(f"{words.phrase('reference')}: {entry.reference}", indent="    ")
     if entry.see:
         lines += wrap(f"{words.phrase('see')}: {entry.see}", indent="    ")
+    if entry.study:
+        lines += [line for text in describe_study(entry.study, words) for line in wrap(text, indent="    ")]
     return "\n".join(lines)
+
+
+def describe_study(study: str, words: Words) -> list[str]:
+    """The claims of the last stored run of a study with its folder, or that there is none; and the command."""
+    title, command, runs = words.phrase("study"), study_command(study), find_study_runs(study)
+    if not runs:
+        return [f"{title}: {words.phrase('no_run')} {command}"]
+    head = f"{title}: {words.phrase('stored')} {runs[0].folder}; {words.phrase('again')} {command}"
+    return [head, *(f"- {claim}" for claim in runs[0].claims)]
 
 
 def format_list(documents: Sequence[Document], language: str) -> str:
@@ -129,7 +141,7 @@ def format_list(documents: Sequence[Document], language: str) -> str:
 
 
 def _list_line(entry: Entry, words: Words) -> str:
-    head = f"{pad(entry.id, 10)}{pad(words.verdict(entry.verdict), 11)}"
+    head = f"{pad(entry.id, 12)}{pad(words.verdict(entry.verdict), 11)}"
     rows = f" ({', '.join(entry.rows)})" if entry.rows else ""
     return f"{head}{pad(entry.topic, 20)} {entry.line.fill(words.language, {})}{rows}"
 
