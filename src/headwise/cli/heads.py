@@ -142,8 +142,8 @@ def main(argv: list[str]) -> int:
     model = load_original(args.model).eval()
     attach_named_tokenizer(model, args)
     drawn_heads = _locate_drawn_heads(args, sites(model)) if args.draw else []
-    examples, notes = read_examples(model, args)
-    measure = partial(_measure_model, examples=examples, args=args)
+    examples, notes, sites_of_images = _read_examples(model, args)
+    measure = partial(_measure_model, examples=examples, args=args, site_names=sites_of_images)
     table, extras = run_extras(model, measure(model), examples, args, measure)
     table = replace(table, notes=(*table.notes, *notes))
     if args.out is not None:
@@ -156,11 +156,22 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _read_examples(model: Any, args: argparse.Namespace) -> tuple[list[Example], tuple[str, ...], tuple[str, ...]]:
+    """The texts or images that the options name, notes on what was skipped, and the sites to measure (empty: all)."""
+    if args.images is None:
+        return (*read_examples(model, args), ())
+    from ..head_analysis.image_examples import examples_from_images
+    from ..head_analysis.patch_metrics import NOT_FOR_IMAGES
+
+    images = examples_from_images(model, args.images, args.limit)
+    return images.examples, (*images.notes, NOT_FOR_IMAGES), images.sites
+
+
 def _parser() -> CommandParser:
     parser = CommandParser(
         "heads",
-        "Measure what every head of a model attends to over texts, compare it with chance, and classify the heads, "
-        "with bootstrap confidence intervals over the texts.",
+        "Measure what every head of a model attends to over texts or images, compare it with chance, and classify the "
+        "heads, with bootstrap confidence intervals.",
         "headwise heads path/to/model --data texts.txt --importance michel",
         "headwise heads dates.trace --draw E1H3 X0H2 --out heads",
     )
@@ -172,6 +183,7 @@ def _parser() -> CommandParser:
         "use examples of a task with known alignments: dates",
         "read parsed sentences, and measure their dependency relations",
     )
+    parser.add_argument("--images", metavar="PATH", help="images of a vision model: a folder, or an .npy")
     parser.add_argument("--sort", metavar="MEASURE", help="list heads by this measure, largest first")
     add_extra_arguments(parser)
     parser.add_argument("--out", metavar="DIR", help="write the table and figures (SVG, PNG) to this folder")
@@ -214,11 +226,23 @@ def _parser() -> CommandParser:
 
 def _check_arguments(args: argparse.Namespace) -> None:
     check_text_arguments(args)
+    if args.images is not None:
+        _check_image_arguments(args)
     if args.resamples < 100:
         raise UsageError(f"--resamples {args.resamples} is too few for a confidence interval; give at least 100")
     if _parse_head_pair(args.pair) and args.out is None:
         raise UsageError("--pair needs a folder for the figure; add --out DIR")
     _check_drawing(args)
+
+
+def _check_image_arguments(args: argparse.Namespace) -> None:
+    """Raise if an option is given that needs texts."""
+    if args.criteria in ("clark", "voita"):
+        raise UsageError(f"--criteria {args.criteria} is defined on texts; leave it out with --images")
+    if args.importance is not None:
+        raise UsageError("--importance needs texts or labels, and --images has neither; leave it out")
+    if args.tokenizer is not None:
+        raise UsageError("--tokenizer is for texts; leave it out with --images")
 
 
 def _check_drawing(args: argparse.Namespace) -> None:
@@ -269,19 +293,24 @@ def _parse_head_pair(names: list[str]) -> list[tuple[str, int]]:
     return [(site, int(head)) for site, _, head in parts]
 
 
-def _measure_model(model: Any, *, examples: Sequence[Example], args: argparse.Namespace) -> HeadTable:
+def _measure_model(
+    model: Any, *, examples: Sequence[Example], args: argparse.Namespace, site_names: tuple[str, ...] = ()
+) -> HeadTable:
     from ..head_analysis import literature_metrics
     from ..head_analysis.dependency_syntax import DependencyScores
     from ..head_analysis.head_classes import classify_heads
     from ..head_analysis.head_measurement import MeasureOptions, measure_heads
+    from ..head_analysis.patch_metrics import IMAGE_METRICS
     from ..head_analysis.word_alignment import AlignmentScores
     from ..inspect.trace_capture import get_model_name
 
     def report_progress(count: int) -> None:
         if sys.stderr.isatty():
-            print(f"\r{count} of {len(examples)} texts", end="" if count < len(examples) else "\n", file=sys.stderr)
+            print(f"\r{count} of {len(examples)} {kind}", end="" if count < len(examples) else "\n", file=sys.stderr)
 
-    options = MeasureOptions(num_resamples=args.resamples, seed=args.seed)
+    kind = "texts" if args.images is None else "images"
+    options = MeasureOptions(num_resamples=args.resamples, seed=args.seed, sites=site_names)
+    options = options if args.images is None else options._replace(metrics=IMAGE_METRICS)
     options = options._replace(metrics=(*options.metrics, *literature_metrics.metrics_for_criteria(args.criteria)))
     convention = "clark" if args.criteria == "clark" else "ours"
     has_links = args.align_files is not None or args.task is not None
@@ -295,7 +324,7 @@ def _measure_model(model: Any, *, examples: Sequence[Example], args: argparse.Na
     table = measure_heads(
         model, examples, options=options, collectors=collectors, name=get_model_name(model), progress=report_progress
     )
-    return classify_heads(table, criteria=args.criteria)
+    return classify_heads(replace(table, texts=f"{len(examples)} {kind}"), criteria=args.criteria)
 
 
 def _format_table(table: HeadTable, args: argparse.Namespace) -> str:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..head_analysis.annotated_examples import Example
 
 DEFAULT_EXAMPLES = 200  # task examples without --limit
-TEXT_SOURCES = ("data", "conllu", "align_files", "task")
+TEXT_SOURCES = ("data", "conllu", "align_files", "task", "images")
 
 
 def add_text_arguments(parser: CommandParser, task: str, conllu: str) -> None:
@@ -42,7 +42,7 @@ def check_text_arguments(args: argparse.Namespace) -> None:
     """Raise unless exactly one source of texts is given, with a sensible --limit."""
     options = vars(args)
     if sum(options.get(name) is not None for name in TEXT_SOURCES) != 1:
-        links = ", --align SOURCE TARGET GOLD" if "align_files" in options else ""
+        links = ", --align SOURCE TARGET GOLD, --images PATH" if "align_files" in options else ""
         raise UsageError(f"give exactly one source of texts: --data FILE, --conllu FILE{links}, or --task dates")
     if args.limit is not None and args.limit < 2:
         raise UsageError(f"--limit {args.limit} is too few for a confidence interval; give at least 2")

@@ -1,9 +1,10 @@
 """Analysis of attention heads: what each head attends to, how much it matters, and which heads are redundant.
 
-- Data: `annotated_examples` reads texts, parses and aligned pairs as examples with annotated tokens.
+- Data: `annotated_examples` reads texts, parses and aligned pairs as examples with annotated tokens, `image_examples`
+  images as examples with patches.
 - Measures: `head_measurement` runs a model over examples and returns a `head_table`. `attention_sinks` measures if the
-  first token is a sink, `weight_bands` streams the attention weights, `head_metrics` and `literature_metrics` define
-  the measures, `head_classes` names heads by them.
+  first token is a sink, `weight_bands` streams the attention weights, `head_metrics`, `patch_metrics` (images) and
+  `literature_metrics` define the measures, `head_classes` names heads by them.
 - Linguistic roles: `dependency_syntax` (dependency relations, attention probe) and `word_alignment` (translation).
 - Importance: `head_importance` runs the methods of `importance_methods` and `lrp` for one of the `objectives`.
 - Redundancy: `head_redundancy` compares heads by the distances of `head_similarity`; `redundancy_summary` puts the

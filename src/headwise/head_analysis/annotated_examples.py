@@ -40,6 +40,7 @@ class TokenAnnotations:
     - `word_index`: index of the word that the token is part of, -1 for none.
     - `frequency`: how often the id occurs in the whole data set, 0 if not counted.
     - `first_is_sink`: whether the first token was measured to be an attention sink of the model.
+    - `patch_grid`: row and column of each patch of an image, [T, 2]; -1 for other tokens. None for texts.
     """
 
     ids: Tensor
@@ -50,6 +51,7 @@ class TokenAnnotations:
     word_index: Tensor
     frequency: Tensor
     first_is_sink: bool = False
+    patch_grid: Tensor | None = None
 
     @property
     def count(self) -> int:

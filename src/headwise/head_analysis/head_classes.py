@@ -17,7 +17,6 @@ from typing import NamedTuple
 from ..errors import suggest
 from . import literature_metrics
 from .dependency_syntax import is_relation_measure
-from .head_metrics import HEAD_METRICS
 from .head_table import HeadClass, HeadMeasures, HeadTable, Measure
 from .literature_metrics import OFFSET_NAMES, offset_class_name
 from .resampling import holm_correction
@@ -49,6 +48,12 @@ CLASS_RULES = (
     ClassRule("punctuation", "punctuation", "puts {} on punctuation"),
     ClassRule("rare-token", "rare", "puts its largest weight on the rarest token in {} of rows"),
     ClassRule("broad", "breadth", "spreads its weight over {} of the allowed keys (1 is uniform)"),
+)
+PATCH_CLASS_RULES = (
+    ClassRule("self", "same_patch", "puts {} on the patch itself"),
+    ClassRule("neighbour", "neighbours", "puts {} on the 8 patches around the query"),
+    ClassRule("row", "same_row", "puts {} on other patches of the same row"),
+    ClassRule("column", "same_column", "puts {} on other patches of the same column"),
 )
 
 
@@ -86,11 +91,11 @@ def _non_sink_prefix(head: HeadMeasures) -> str:
 def _candidate_classes(head: HeadMeasures) -> Iterable[ClassCandidate]:
     """All classes that the head's measures could give it."""
     non_sink = _non_sink_prefix(head)
-    for rule in CLASS_RULES:
+    for rule in (*CLASS_RULES, *PATCH_CLASS_RULES):
         if rule.measure in head.measures:
-            measure = head.measures[rule.measure]
-            prefix = non_sink if HEAD_METRICS[rule.measure].weight_source == "rest" else ""
-            baseline = "chance" if HEAD_METRICS[rule.measure].compute_chance is None else "random weights"
+            measure, metric = head.measures[rule.measure], literature_metrics.get_metric(rule.measure)
+            prefix = non_sink if metric.weight_source == "rest" else ""
+            baseline = "chance" if metric.compute_chance is None else "random weights"
             yield ClassCandidate(rule.name, measure, prefix + _evidence_sentence(measure, rule.evidence, baseline))
     if "offset" in head.measures and "peak" in head.measures:
         measure, peak = head.measures["offset"], head.measures["peak"].value

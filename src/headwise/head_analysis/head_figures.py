@@ -37,6 +37,9 @@ CLASS_STYLES: Mapping[str, tuple[str, str]] = {
     "punctuation": ("T", "#B58B5A"),
     "alignment": ("A", "#0072B2"),
     "broad": ("B", "#F0E442"),
+    "neighbour": ("N", "#44AA99"),
+    "row": ("H", "#882255"),
+    "column": ("V", "#117733"),
     "unclear": ("U", ""),
 }
 OFFSET_CLASSES = ("previous", "self", "next")

@@ -123,13 +123,14 @@ def _to_numpy(sums_and_counts: tuple[torch.Tensor, torch.Tensor]) -> TextSums:
 
 class MeasureOptions(NamedTuple):
     """What `measure_heads` measures: metric names, bootstrap resamples and their seed, and `units`, "tokens" or
-    "words".
+    "words"; and at which sites, by name (empty: all that can be observed).
     """
 
     metrics: tuple[str, ...] = tuple(HEAD_METRICS)
     num_resamples: int = NUM_RESAMPLES
     seed: int = 0
     units: str = "tokens"
+    sites: tuple[str, ...] = ()
 
 
 def measure_heads(
@@ -149,7 +150,7 @@ def measure_heads(
     """
     if options.units not in TOKEN_UNITS:
         raise ValueError(f"unknown units={options.units!r}; {suggest(options.units, TOKEN_UNITS)}")
-    sites = require_ability(model, "observe")
+    sites = [site for site in require_ability(model, "observe") if not options.sites or site.site.name in options.sites]
     streams = {site.site.name: get_streams(site.site, is_encoder_decoder(model)) for site in sites}
     metric_sums = MetricSums([get_metric(metric) for metric in options.metrics])
     words = WordBandMerger(metric_sums.add_band)

@@ -27,6 +27,7 @@ from .head_metrics import (
     select_peak_offset,
 )
 from .head_table import HeadClass, HeadMeasures
+from .patch_metrics import PATCH_METRICS
 from .weight_bands import WeightBand, row_entropy
 
 OFFSET_NAMES = {-1: "previous", 0: "self", 1: "next"}
@@ -155,7 +156,7 @@ VOITA_METRICS: tuple[HeadMetric, ...] = (
 # --- Metrics by name -----------------------------------------------------------------------------------
 
 LITERATURE_METRICS: Mapping[str, HeadMetric] = {one.name: one for one in (*CLARK_METRICS, *VOITA_METRICS)}
-ALL_METRICS: Mapping[str, HeadMetric] = {**HEAD_METRICS, **LITERATURE_METRICS}
+ALL_METRICS: Mapping[str, HeadMetric] = {**HEAD_METRICS, **PATCH_METRICS, **LITERATURE_METRICS}
 
 
 def get_metric(name: str) -> HeadMetric:

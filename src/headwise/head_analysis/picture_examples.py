@@ -18,9 +18,9 @@ from ..traces import AttentionRecord, Trace
 from .annotated_examples import Example, TokenAnnotations
 from .attention_figures import HeadPicture
 from .dependency_syntax import is_relation_measure
-from .head_classes import CLASS_RULES
-from .head_metrics import HEAD_METRICS
+from .head_classes import CLASS_RULES, PATCH_CLASS_RULES
 from .head_table import HeadMeasures
+from .literature_metrics import get_metric
 from .weight_bands import WeightBand
 from .word_alignment import ALIGNMENT_PREFIX, ROW_CONVENTIONS
 
@@ -84,8 +84,8 @@ class PictureMaker:
         tokens = [example.streams[stream] for stream in (layer.query_stream, layer.key_stream)]
         allowed = torch.from_numpy(np.asarray(traced.head_mask(head.site, head.head), dtype=bool))
         band = WeightBand(torch.from_numpy(weights)[None], allowed, 0, tokens[0], tokens[1])
-        measure = next((rule.measure for rule in CLASS_RULES if rule.name == name), "confidence")
-        metric = HEAD_METRICS[measure]
+        measure = next((rule.measure for rule in (*CLASS_RULES, *PATCH_CLASS_RULES) if rule.name == name), "confidence")
+        metric = get_metric(measure)
         sums, counts = metric.compute_sums(band if metric.weight_source == "all" else band.without_sinks())
         return float(sums[0] / counts[0]) if float(counts[0]) else 0.0
 

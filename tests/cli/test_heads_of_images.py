@@ -1,0 +1,178 @@
+"""`headwise heads --images` on folders of vision models, against the weights that transformers returns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import headwise as hw
+from headwise import cli
+from support.transformers_models import ZOO, transformers
+
+SIZES = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
+    "image_size": [12, 20], "patch_size": 4,
+}  # fmt: skip
+MEAN, DEVIATION = [0.4, 0.5, 0.6], [0.2, 0.25, 0.3]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of models, a folder of images of several sizes, and arrays."""
+    root = tmp_path_factory.mktemp("vision")
+    torch.manual_seed(0)
+    vit = transformers.ViTModel(transformers.ViTConfig(**SIZES)).eval()
+    with torch.no_grad():
+        for parameter in vit.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8)
+    names = ("vit", "bare", "native", "swin", "text", "images", "nothing")
+    paths = {name: root / name for name in names}
+    vit.save_pretrained(paths["vit"])
+    vit.save_pretrained(paths["bare"])
+    processor = {"do_normalize": True, "image_mean": MEAN, "image_std": DEVIATION}
+    (paths["vit"] / "preprocessor_config.json").write_text(json.dumps(processor))
+    hw.save(hw.load(paths["bare"]), paths["native"])
+    stages = {
+        "depths": [1, 1],
+        "num_heads": [2, 4],
+        "embed_dim": 8,
+        "window_size": 2,
+        "image_size": 16,
+        "patch_size": 2,
+    }
+    transformers.SwinModel(transformers.SwinConfig(**stages)).save_pretrained(paths["swin"])
+    ZOO["gpt2"].build().save_pretrained(paths["text"])
+    paths["nothing"].mkdir()
+    paths["images"].mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 12, 20, 3), np.uint8)
+    for number, image in enumerate(pixels):
+        Image.fromarray(image).save(paths["images"] / f"{number}.png")
+    arrays = {"bytes": pixels, "floats": normalise(pixels), "small": pixels[:, :8], "grey": pixels[:, :, :, 0]}
+    for name, array in arrays.items():
+        paths[name] = root / f"{name}.npy"
+        np.save(paths[name], array)
+    return paths
+
+
+def normalise(pixels: np.ndarray) -> np.ndarray:
+    """Pixels as the processor normalises them."""
+    return ((pixels / 255 - np.array(MEAN)) / np.array(DEVIATION)).astype(np.float32)
+
+
+def run_command(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    code = cli.main(["heads", *map(str, argv)])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def measure_by_hand(folders: dict[str, Path], layer: int, head: int) -> dict[str, float]:
+    """Means over all rows of patches, from the weights of transformers' own eager attention."""
+    model = transformers.ViTModel.from_pretrained(folders["vit"], attn_implementation="eager")
+    pixels = torch.from_numpy(np.load(folders["floats"])).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        weights = model.eval()(pixels, output_attentions=True).attentions[layer][:, head].double().numpy()
+    sums: dict[str, list[float]] = {"patch_distance": [], "same_row": [], "neighbours": [], "same_patch": []}
+    for image in weights:
+        for t in range(15):
+            row = image[1 + t, 1:] / image[1 + t, 1:].sum()  # the class token is a sink
+            apart = [(s // 5 - t // 5, s % 5 - t % 5) for s in range(15)]
+            sums["patch_distance"].append(sum(w * np.hypot(*one) for w, one in zip(row, apart, strict=True)))
+            sums["same_row"].append(sum(w for w, one in zip(row, apart, strict=True) if one[0] == 0 and one[1]))
+            sums["neighbours"].append(sum(w for w, one in zip(row, apart, strict=True) if max(map(abs, one)) == 1))
+            sums["same_patch"].append(row[t])
+    means = {name: float(np.mean(values)) for name, values in sums.items()}
+    return means | {"sink": float(weights[:, :, 0].mean())}
+
+
+@pytest.mark.parametrize("source", ["images", "bytes", "floats"])
+def test_measures_equal_those_of_the_models_own_weights(
+    source: str, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+):
+    code, out, err = run_command(capsys, folders["vit"], "--images", folders[source], "--resamples", 100, "--json")
+    assert code == 0, err
+    data = json.loads(out)
+    assert data["data"] == "5 images"
+    assert len(data["heads"]) == 8
+    check_measures(data, folders)
+    note = " ".join(data["notes"])
+    assert "not measured on images: previous, next" in note
+    assert all(name not in data["heads"][0]["measures"] for name in ("previous", "induction", "distance", "rare"))
+
+
+def check_measures(data: dict[str, Any], folders: dict[str, Path]) -> None:
+    """Compare two heads with measures by hand."""
+    for number in (1, 6):
+        measures = data["heads"][number]["measures"]
+        for name, value in measure_by_hand(folders, number // 4, number % 4).items():
+            assert measures[name]["value"] == pytest.approx(value, abs=1e-4), name
+
+
+def test_a_headwise_folder_takes_floats(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):
+    argv = (folders["native"], "--images", folders["floats"], "--resamples", 100, "--json")
+    code, out, err = run_command(capsys, *argv)
+    assert code == 0, err
+    check_measures(json.loads(out), folders)
+
+
+def test_table_figures_and_limit(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    argv = (folders["vit"], "--images", folders["images"], "--limit", 3, "--resamples", 100)
+    code, out, err = run_command(capsys, *argv, "--out", tmp_path / "out", "--draw", "L1H2", "--redundancy")
+    assert code == 0, err
+    assert "3 images" in out
+    assert "encoder.1.attention" in out
+    assert any("L1H2" in path.name or "1.attention" in path.name for path in (tmp_path / "out").rglob("*"))
+    code, out, _ = run_command(capsys, *argv, "--sort", "patch_distance")
+    assert code == 0
+    values = [float(line.split()[2]) for line in out.splitlines() if line.startswith("encoder.")]
+    assert len(values) == 8
+    assert values == sorted(values, reverse=True)
+
+
+REFUSED = {
+    "texts": ("text", "images", (), "takes no images"),
+    "windows": ("swin", "images16", (), "as in models with windows"),
+    "no images": ("vit", "nothing", (), "has no images"),
+    "no processor": ("bare", "images", (), "preprocessor_config.json, which says how pixels are normalised"),
+    "no usage": ("native", "bytes", (), "does not say how pixels are normalised"),
+    "size": ("vit", "small", (), "has images of 8 x 20, but the model takes 12 x 20"),
+    "one image": ("vit", "one", (), "has 1 images, too few"),
+    "missing": ("vit", "missing", (), "missing"),
+    "criteria": ("vit", "images", ("--criteria", "voita"), "is defined on texts"),
+    "importance": ("vit", "images", ("--importance", "michel"), "needs texts or labels"),
+    "tokenizer": ("vit", "images", ("--tokenizer", "bytes"), "is for texts"),
+    "two sources": ("vit", "images", ("--data", "lines.txt"), "give exactly one source"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_input_that_cannot_be_measured_is_refused(
+    name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    model, source, options, reason = REFUSED[name]
+    paths = {"one": tmp_path / "one.npy", "images16": tmp_path / "images16.npy", "missing": tmp_path / "missing"}
+    np.save(paths["one"], np.load(folders["bytes"])[:1])
+    np.save(paths["images16"], np.zeros((3, 16, 16, 3), np.float32))
+    code, out, err = run_command(capsys, folders[model], "--images", {**folders, **paths}[source], *options)
+    assert code != 0
+    assert not out
+    assert reason in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+def test_grey_images_have_three_equal_channels(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):
+    results = []
+    for number in (1, 3):
+        grey = np.load(folders["grey"])
+        path = folders["grey"].with_name(f"grey{number}.npy")
+        np.save(path, grey if number == 1 else np.stack([grey] * 3, -1))
+        code, out, err = run_command(capsys, folders["vit"], "--images", path, "--resamples", 100, "--json")
+        assert code == 0, err
+        results.append(json.loads(out)["heads"])
+    assert results[0] == results[1]
