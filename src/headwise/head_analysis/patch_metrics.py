@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from .annotated_examples import TokenAnnotations
 from .head_metrics import HeadMetric, SumAndCount, mean_over_rows
 from .weight_bands import WeightBand
 
@@ -39,14 +40,17 @@ def patch_distance_sums(band: WeightBand) -> SumAndCount:
 
 def _differences(band: WeightBand) -> tuple[Tensor, Tensor, Tensor]:
     """Rows and columns from query to key, [T, S] each, and whether both are patches."""
-    if band.query_tokens.patch_grid is None or band.key_tokens.patch_grid is None:
-        raise ValueError("the tokens of this example have no places in an image; measure texts with other metrics")
-    device = band.w_HTS.device
-    queries = band.query_tokens.patch_grid.to(device)[band.query_positions]
-    keys = band.slice_keys(band.key_tokens.patch_grid.to(device))
+    queries, keys = _get_grid(band.query_tokens, band)[band.query_positions], _get_grid(band.key_tokens, band)
+    keys = band.slice_keys(keys)
     difference = keys[None] - queries[:, None]
     is_patch = (queries[:, None, 0] >= 0) & (keys[None, :, 0] >= 0)
     return difference[..., 0], difference[..., 1], is_patch
+
+
+def _get_grid(tokens: TokenAnnotations, band: WeightBand) -> Tensor:
+    """Row and column of each token, [tokens, 2]; -1 for tokens that are no patches, such as all tokens of a text."""
+    grid = tokens.patch_grid
+    return torch.full((tokens.count, 2), -1, device=band.w_HTS.device) if grid is None else grid.to(band.w_HTS.device)
 
 
 def _is_neighbour(rows: Tensor, columns: Tensor) -> Tensor:
