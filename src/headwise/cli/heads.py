@@ -266,6 +266,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
     check_text_arguments(args)
     if args.resamples < 100:
         raise UsageError(f"--resamples {args.resamples} is too few for a confidence interval; give at least 100")
+    if args.answer_after and args.importance is None:
+        raise UsageError("--answer-after limits the loss of --importance; add --importance METHOD")
     if args.normalise_layers and args.importance is None:
         raise UsageError("--normalise-layers needs scores to divide; add --importance METHOD")
     if _parse_head_pair(args.pair) and args.out is None:
