@@ -212,6 +212,11 @@ def _parser() -> CommandParser:
         help="with --out, also draw these heads on the first text, such as L3H2 or SITE:HEAD",
     )
     add_json_argument(parser)
+    _add_expert_arguments(parser)
+    return parser
+
+
+def _add_expert_arguments(parser: CommandParser) -> None:
     weights = parser.add_expert_group("weights and hidden states")
     weights.add_argument(
         "--circuits",
@@ -259,7 +264,6 @@ def _parser() -> CommandParser:
         metavar="SITE:HEAD",
         help="with --out, draw these two heads over each other (default: the most global and the most local)",
     )
-    return parser
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
