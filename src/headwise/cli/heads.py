@@ -236,6 +236,11 @@ def _parser() -> CommandParser:
     )
     add_overwrite_argument(parser)
     add_json_argument(parser)
+    _add_expert_arguments(parser)
+    return parser
+
+
+def _add_expert_arguments(parser: CommandParser) -> None:
     weights = parser.add_expert_group("weights and hidden states")
     weights.add_argument(
         "--circuits",
@@ -283,7 +288,6 @@ def _parser() -> CommandParser:
         metavar="SITE:HEAD",
         help="with --out, draw these two heads over each other (default: the most global and the most local)",
     )
-    return parser
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
@@ -293,6 +297,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
         _check_image_arguments(args)
     if args.resamples < 100:
         raise UsageError(f"--resamples {args.resamples} is too few for a confidence interval; give at least 100")
+    if args.answer_after and args.importance is None:
+        raise UsageError("--answer-after limits the loss of --importance; add --importance METHOD")
     if args.normalise_layers and args.importance is None:
         raise UsageError("--normalise-layers needs scores to divide; add --importance METHOD")
     check_choice("--importance", args.importance, known_names.IMPORTANCE_METHODS)

@@ -30,6 +30,12 @@ def add_text_arguments(parser: CommandParser, task: str, conllu: str) -> None:
     )
     other = parser.add_expert_group("other texts")
     other.add_argument("--conllu", metavar="FILE", help=conllu)
+    other.add_argument(
+        "--answer-after",
+        default="",
+        metavar="TEXT",
+        help="with --data, score only what a decoder predicts after the last TEXT of each line, such as 'A:'",
+    )
     add_tokenizer_argument(other)
 
 
@@ -46,6 +52,8 @@ def check_text_arguments(args: argparse.Namespace) -> None:
     if sum(options.get(name) is not None for name in TEXT_SOURCES) != 1:
         links = ", --align SOURCE TARGET GOLD, --images PATH" if "align_files" in options else ""
         raise UsageError(f"give exactly one source of texts: --data FILE, --conllu FILE{links}, or --task dates")
+    if args.answer_after and args.data is None:
+        raise UsageError(f"--answer-after {args.answer_after!r} needs lines of text; give them with --data FILE")
     if args.limit is not None and args.limit < 2:
         raise UsageError(f"--limit {args.limit} is too few for a confidence interval; give at least 2")
     check_input_file("--data", args.data)
@@ -100,7 +108,8 @@ def read_examples(
         reader = annotated_examples.ExampleReader(model)
         reader.add_task_examples(make_task_by_name(args.task), args.limit or DEFAULT_EXAMPLES)
     else:
-        reader = annotated_examples.examples_from_lines(model, annotated_examples.read_lines(args.data), args.limit)
+        lines = annotated_examples.read_lines(args.data)
+        reader = annotated_examples.examples_from_lines(model, lines, args.limit, answer_after=args.answer_after)
     examples = reader.examples_with_frequencies()
     if len(examples) < 2:
         reasons = f" ({'; '.join(reader.notes)})" if reader.notes else ""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data import Batch, Task
+from ..data import IGNORE_INDEX, Batch, Task
 from ..errors import SequenceTooLong, SpecError, UnknownToken
 from ..generation import load_tokenizers
 from ..inspect.hooks import ModelRun
@@ -224,12 +224,15 @@ Span = tuple[int, int]
 class ExampleReader:
     """Collects the examples of one data set in order, and counts what was skipped or split.
 
-    Token frequencies cover the whole data set: call `examples_with_frequencies` after everything has been added.
+    Token frequencies cover the whole data set: call `examples_with_frequencies` after everything has been added. With
+    `answer_after`, only the tokens after its last occurrence in a text are targets of the loss of a decoder; texts
+    without it are skipped.
     """
 
     model: nn.Module
     examples: list[Example] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
+    answer_after: str = ""
 
     def add_text(
         self, text: str, target: str = "", sentence: ParsedSentence | None = None, alignment_links: Iterable[Any] = ()
@@ -243,6 +246,9 @@ class ExampleReader:
             return
         inputs = self._tokenise(text, target)
         if inputs is None:
+            return
+        kwargs = self._with_answer_labels(inputs)
+        if kwargs is None:
             return
         dependencies = () if sentence is None else sentence.dependencies
         links = tuple(alignment_links)
@@ -258,8 +264,27 @@ class ExampleReader:
             if _count_words_without_tokens(next(iter(streams.values())), num_words):
                 self.skipped["sentences skipped because some of their words have no token of their own"] += 1
                 return
-        arguments = inputs.args or inputs.kwargs  # a model that takes one dictionary is called with `args`
+        arguments = inputs.args or kwargs  # a model that takes one dictionary is called with `args`
         self.examples.append(Example(arguments, streams, tuple(dependencies), links))
+
+    def _with_answer_labels(self, inputs: ModelInputs) -> Mapping[str, Any] | None:
+        """The model's arguments, with labels of the answer's tokens if these alone are targets; None skips the text."""
+        if not self.answer_after:
+            return inputs.kwargs
+        if is_encoder_decoder(self.model):
+            fact = f"{type(self.model).__name__} has an encoder, so that its targets are texts of their own"
+            raise SpecError(f"cannot score answers after {self.answer_after!r}: {fact}; leave it out")
+        if inputs.args:
+            fact = f"{type(self.model).__name__} takes one dictionary, without labels"
+            raise SpecError(f"cannot score answers after {self.answer_after!r}: {fact}; leave it out")
+        row = inputs.token_rows["text"][0]
+        if len(row.offsets) != len(row.ids):
+            raise SpecError(f"cannot find {self.answer_after!r} in tokens without offsets; give a tokenizer.json")
+        labels = label_answer(row, self.answer_after)
+        if not (labels != IGNORE_INDEX).any():
+            self.skipped[f"texts without an answer after {self.answer_after!r}"] += 1
+            return None
+        return {**inputs.kwargs, LABELS_INPUT: labels[None]}
 
     def add_task_examples(self, task: Task, limit: int, split: str = "valid") -> None:
         """Add examples of a task whose gold data aligns source and target tokens; each token counts as a word."""
@@ -334,14 +359,34 @@ class ExampleReader:
         return replace(inputs, kwargs=kwargs, token_rows={**inputs.token_rows, "text": rows})
 
 
+def label_answer(row: TokenRow, marker: str) -> Tensor:
+    """The next token at each position whose next token belongs to the answer, -100 elsewhere, [tokens].
+
+    The answer begins after the last occurrence of `marker` in the text. A token that reaches beyond the marker belongs
+    to it.
+
+    >>> row = TokenRow((5, 6, 7, 8), ("a", ":", "b", "c"), ((0, 1), (1, 2), (2, 3), (3, 4)), "a:bc")
+    >>> label_answer(row, ":").tolist()
+    [-100, 7, 8, -100]
+    """
+    start = row.text.rfind(marker)
+    labels = torch.full((len(row.ids),), IGNORE_INDEX)
+    if start < 0:
+        return labels
+    for position in range(len(row.ids) - 1):
+        if row.offsets[position + 1][1] > start + len(marker):
+            labels[position] = row.ids[position + 1]
+    return labels
+
+
 def examples_from_lines(
-    model: nn.Module, lines: Iterable[str | tuple[str, str]], limit: int | None = None
+    model: nn.Module, lines: Iterable[str | tuple[str, str]], limit: int | None = None, *, answer_after: str = ""
 ) -> ExampleReader:
     """Read one text per line; a tab separates a source from its target. A line may also be a pair (source, target).
 
-    Lines longer than the model takes are split at spaces.
+    Lines longer than the model takes are split at spaces. `answer_after` is that of `ExampleReader`.
     """
-    reader = ExampleReader(model)
+    reader = ExampleReader(model, answer_after=answer_after)
     for line in lines:
         if limit is not None and len(reader.examples) >= limit:
             break
