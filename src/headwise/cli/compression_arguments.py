@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..progress import ProgressReporter
 from .arguments import add_json_argument, add_set_argument, print_page, to_json
 from .command_parser import TERMINAL_WIDTH, CommandParser, UsageError
 from .text_arguments import (
@@ -92,6 +93,7 @@ class CompressionRun:
     proof_examples: list[Example]
     task: Task | None
     notes: list[str] = field(default_factory=list)
+    report_progress: ProgressReporter = field(default_factory=ProgressReporter)
 
     @staticmethod
     def from_args(args: argparse.Namespace) -> CompressionRun:
@@ -114,11 +116,6 @@ class CompressionRun:
     def source(self) -> Path:
         """Path of the original model."""
         return Path(self.args.model)
-
-    def report_progress(self, message: str) -> None:
-        """Overwrite one progress line on stderr, if it is a terminal."""
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{message[:78]}", end="", file=sys.stderr, flush=True)
 
     def distillation_texts(self) -> list[Example]:
         """Return the texts for retraining; the proof uses none of them."""
@@ -147,12 +144,13 @@ class CompressionRun:
             rate=LEARNING_RATE if self.args.lr is None else self.args.lr,
             batch=max(1, min(BATCH_SIZE, len(texts) // 4)),
         )
+        progress = self.report_progress.counter("retraining by distillation", self.args.uptrain, "steps")
         result = uptrain(
             model,
             self.net,
             texts,
             options,
-            lambda point: self.report_progress(f"uptraining: step {point.step} of {self.args.uptrain}"),
+            lambda point: progress(point.step),
         )
         curve = [point._asdict() for point in result.curve]
         first, best = (

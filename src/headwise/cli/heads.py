@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..progress import ProgressReporter
 from .arguments import add_json_argument, print_page, supports_style, to_json
 from .command_parser import TERMINAL_WIDTH, CommandParser, UsageError
 from .text_arguments import add_text_arguments, attach_named_tokenizer, check_text_arguments, read_examples
@@ -63,11 +64,13 @@ def run_extras(
     examples: Sequence[Example],
     args: argparse.Namespace,
     measure: Callable[[Any], HeadTable],
+    report: ProgressReporter,
 ) -> tuple[HeadTable, ExtraAnalyses]:
     """Run the requested analyses; `measure` makes the head table of another model. Return the table and the results."""
     extras = ExtraAnalyses()
     if args.importance is not None:
-        table = _measure_importance(model, table, examples, args, extras)
+        extras.importance = _measure_importance(model, examples, args, report)
+        table = _add_importance(table, extras)
     baseline = None
     if args.random_baseline:
         from ..head_analysis.random_baseline import make_random_baseline
@@ -81,6 +84,7 @@ def run_extras(
     if args.redundancy:
         from ..head_analysis.head_redundancy import measure_redundancy
 
+        report("comparing heads")
         extras.redundancy = measure_redundancy(model, examples, name=table.model)
         extras.lines.append(extras.redundancy.sentence)
         if baseline is not None:
@@ -91,13 +95,22 @@ def run_extras(
 
 
 def _measure_importance(
-    model: Any, table: HeadTable, examples: Sequence[Example], args: argparse.Namespace, extras: ExtraAnalyses
-) -> HeadTable:
+    model: Any, examples: Sequence[Example], args: argparse.Namespace, report: ProgressReporter
+) -> ImportanceResult:
     from ..head_analysis.head_importance import estimate_importance
     from ..head_analysis.importance_methods import ImportanceOptions
 
     options = ImportanceOptions(max_seconds=args.budget, num_resamples=args.resamples, seed=args.seed)
-    result = extras.importance = estimate_importance(model, examples, method=args.importance, options=options)
+    progress = report.counter(f"importance of heads ({args.importance})", len(examples), "texts")
+    return estimate_importance(model, examples, method=args.importance, options=options, progress=progress)
+
+
+def _add_importance(table: HeadTable, extras: ExtraAnalyses) -> HeadTable:
+    """Return the table with the importance of every head as a measure; adds a line on the most important ones."""
+    from ..head_analysis.measure_tables import format_interval
+
+    result = extras.importance
+    assert result is not None
     by_head = {(head.site, head.head): head.measure for head in result.heads}
     heads = tuple(
         replace(head, measures={**head.measures, "importance": by_head[head.site, head.head]})
@@ -105,9 +118,12 @@ def _measure_importance(
         else head
         for head in table.heads
     )
-    top_heads = ", ".join(f"{head.site} {head.head} ({head.value:.3g})" for head in result.by_importance[:5])
+    top_heads = "; ".join(
+        f"{head.site} {head.head} {format_interval(head.measure)}" for head in result.by_importance[:5]
+    )
     extras.lines.append(
-        f"importance ({result.method}, {result.objective}, {result.texts} texts): most important are {top_heads}"
+        f"importance ({result.method}, {result.objective}, {result.texts} texts), with 95 % intervals: most important "
+        f"are {top_heads}"
     )
     return replace(table, heads=heads, notes=(*table.notes, *result.notes))
 
@@ -143,9 +159,11 @@ def main(argv: list[str]) -> int:
     attach_named_tokenizer(model, args)
     drawn_heads = _locate_drawn_heads(args, sites(model)) if args.draw else []
     examples, notes = read_examples(model, args)
-    measure = partial(_measure_model, examples=examples, args=args)
-    table, extras = run_extras(model, measure(model), examples, args, measure)
+    report = ProgressReporter()
+    measure = partial(_measure_model, examples=examples, args=args, report=report)
+    table, extras = run_extras(model, measure(model), examples, args, measure, report)
     table = replace(table, notes=(*table.notes, *notes))
+    report("")
     if args.out is not None:
         from ..head_analysis.head_report import ReportOptions, write_head_report
 
@@ -269,15 +287,13 @@ def _parse_head_pair(names: list[str]) -> list[tuple[str, int]]:
     return [(site, int(head)) for site, _, head in parts]
 
 
-def _measure_model(model: Any, *, examples: Sequence[Example], args: argparse.Namespace) -> HeadTable:
+def _measure_model(
+    model: Any, *, examples: Sequence[Example], args: argparse.Namespace, report: ProgressReporter
+) -> HeadTable:
     from ..head_analysis.dependency_syntax import DependencyScores
     from ..head_analysis.head_measurement import MeasureOptions
     from ..head_analysis.text_analysis import measure_and_classify
     from ..head_analysis.word_alignment import AlignmentScores
-
-    def report_progress(count: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{count} of {len(examples)} texts", end="" if count < len(examples) else "\n", file=sys.stderr)
 
     options = MeasureOptions(num_resamples=args.resamples, seed=args.seed)
     convention = "clark" if args.criteria == "clark" else "ours"
@@ -289,13 +305,15 @@ def _measure_model(model: Any, *, examples: Sequence[Example], args: argparse.Na
         if has_links
         else []
     )
+    progress = report.counter("measuring heads", len(examples), "texts")
     return measure_and_classify(
-        model, examples, criteria=args.criteria, options=options, collectors=collectors, progress=report_progress
+        model, examples, criteria=args.criteria, options=options, collectors=collectors, progress=progress
     )
 
 
 def _format_table(table: HeadTable, args: argparse.Namespace) -> str:
-    from ..head_analysis.head_figures import format_head_ranking, format_head_table, with_ansi_colour, without_colour
+    from ..head_analysis.head_figures import format_head_table, with_ansi_colour, without_colour
+    from ..head_analysis.measure_tables import format_head_ranking
 
     if args.sort is not None:
         return format_head_ranking(table, args.sort)

@@ -12,6 +12,6 @@
 - Weights: `head_circuits` has QK and OV circuits; `rank_analysis` measures spectra, ranks and rank collapse.
 - Numbers: `model_steps` has every step of one head for one query, from the residual stream to the residual stream.
 - Statistics: `resampling` has bootstrap intervals and permutation tests, `random_baseline` untrained models.
-- Output: `head_figures` draws all heads, `attention_figures` single heads on the texts that `picture_examples` chooses;
-  `head_report` writes them.
+- Output: `measure_tables` prints measures with their intervals. `head_figures` draws all heads, `attention_figures`
+  single heads on the texts that `picture_examples` chooses; `head_report` writes them.
 """

@@ -24,8 +24,9 @@ from ..kernels.compilation import compile_when_called
 from ..model_spec import ModelSpec
 from ..model_spec.serialization import MANIFEST_FILE
 from ..models import Transformer, save
+from ..progress import format_duration
 from ..spec.serialization import format_toml
-from .loggers import JsonlLogger, MetricLogger, create_logger, format_duration
+from .loggers import JsonlLogger, MetricLogger, create_logger
 from .recipe import Recipe
 from .run_setup import TrainingSetup, describe_environment, omit_model
 from .training_run import CHECKPOINT_FOLDER, CheckpointFolder, TrainingCheckpoint, TrainingRun
