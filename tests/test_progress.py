@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 COMMANDS = {
     "heads": (["heads", "--importance", "taylor"], ["measuring heads: 40 of 40 texts, 0:", "importance of heads (taylor): 40 of 40 texts, 0:"]),  # noqa: E501 - one case a line
     "prune": (["prune", "--keep", "0.5", "--uptrain", "2"], ["ranking heads: 20 of 20 texts, 0:", "removing heads", "comparing texts before and after: 19 of 20 texts, 0:", "retraining by distillation: 2 of 2 steps, 0:"]),  # noqa: E501 - one case a line
-    "convert": (["convert", "--kv", "2", "--align"], ["collecting keys and values: 19 of 20 texts, 0:", "measuring speed"]),
+    "convert": (["convert", "--kv", "2", "--align"], ["collecting keys and values: 19 of 20 texts, 0:", "measuring speed"]),  # noqa: E501 - one case a line
     "sweep": (["prune", "--sweep", "--by", "michel"], ["ranking heads: 20 of 20 texts, 0:"]),
     "gates": (["prune", "--keep", "0.5", "--gates", "2"], ["training gates: 2 of 2 steps, 0:"]),
 }  # fmt: skip

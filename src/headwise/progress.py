@@ -93,11 +93,13 @@ class ProgressReporter:
             seconds = self._time_left.seconds(message)
             text += "" if seconds is None else f", {format_duration(seconds)} left"
         if stream.isatty():
-            print(f"\r\x1b[K{text[:TERMINAL_WIDTH]}", end="", file=stream, flush=True)
+            stream.write(f"\r\x1b[K{text[:TERMINAL_WIDTH]}")
+            stream.flush()
             return
         now = self._now()
         if text and now - self._last_line_time >= LINE_INTERVAL:
-            print(text, file=stream, flush=True)
+            stream.write(f"{text}\n")
+            stream.flush()
             self._last_line_time = now
 
     def counter(self, label: str, total: int, unit: str) -> Callable[[int], None]:

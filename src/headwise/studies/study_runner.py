@@ -11,8 +11,8 @@ from typing import Any
 
 from ..errors import SpecError
 from ..files import FolderLock, write_atomically
-from .cells import Cell, CellGrid
 from ..progress import CountedMessage, TimeLeft, format_duration
+from .cells import Cell, CellGrid
 from .process_engine import CellEngine, ProcessEngine, make_progress_line
 from .run_cell import read_result
 from .study_file import Study
