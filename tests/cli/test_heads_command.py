@@ -13,12 +13,12 @@ from headwise import cli
 from headwise.head_analysis import head_figures
 from headwise.head_analysis.attention_figures import HeadPicture, draw_gallery, draw_head_overlay
 from headwise.head_analysis.head_figures import (
-    format_head_ranking,
     format_head_table,
     with_ansi_colour,
 )
 from headwise.head_analysis.head_similarity import PlaneEmbedding
 from headwise.head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure
+from headwise.head_analysis.measure_tables import format_head_ranking
 from support.conllu_examples import ROWS, build_encoder, conllu_lines
 from support.saved_models import save_models
 

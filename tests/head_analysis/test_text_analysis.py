@@ -58,13 +58,13 @@ def small(name: str, **changes: Any) -> Any:
 def folder(tmp_path: Path) -> Path:
     small("gpt2").save_pretrained(tmp_path / "own")
     (tmp_path / "own" / "tokenizer.json").write_text(ByteVocabulary().document)
-    (tmp_path / "texts").write_text("\n".join(TEXTS))
+    (tmp_path / "texts").write_text("\n".join([*TEXTS, "", ""]))
     return tmp_path
 
 
 def test_the_table_is_that_of_the_command(folder: Path, capsys: pytest.CaptureFixture[str]):
     model = type(small("gpt2")).from_pretrained(folder / "own").eval()
-    table = hw.heads(model, TEXTS)
+    table = hw.heads(model, [*TEXTS, ""])
     assert cli.main(["heads", str(folder / "own"), "--data", str(folder / "texts"), "--json"]) == 0
     assert table.data == json.loads(capsys.readouterr().out)
     assert cli.main(["heads", str(folder / "own"), "--data", str(folder / "texts")]) == 0

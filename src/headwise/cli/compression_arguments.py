@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..output_paths import check_output, stage_folder
+from ..progress import ProgressReporter
 from . import known_names
 from .argument_checks import (
     check_choice,
@@ -125,6 +126,7 @@ class CompressionRun:
     proof_examples: list[Example]
     task: Task | None
     notes: list[str] = field(default_factory=list)
+    report_progress: ProgressReporter = field(default_factory=ProgressReporter)
 
     @staticmethod
     def from_args(args: argparse.Namespace) -> CompressionRun:
@@ -150,11 +152,6 @@ class CompressionRun:
     def source(self) -> Path:
         """Path of the original model."""
         return Path(self.args.model)
-
-    def report_progress(self, message: str) -> None:
-        """Overwrite one progress line on stderr, if it is a terminal."""
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{message[:78]}", end="", file=sys.stderr, flush=True)
 
     def distillation_texts(self) -> list[Example]:
         """Return the texts for retraining; the proof uses none of them."""
@@ -183,12 +180,13 @@ class CompressionRun:
             rate=LEARNING_RATE if self.args.lr is None else self.args.lr,
             batch=max(1, min(BATCH_SIZE, len(texts) // 4)),
         )
+        progress = self.report_progress.counter("retraining by distillation", self.args.uptrain, "steps")
         result = uptrain(
             model,
             self.net,
             texts,
             options,
-            lambda point: self.report_progress(f"uptraining: step {point.step} of {self.args.uptrain}"),
+            lambda point: progress(point.step),
         )
         curve = [point._asdict() for point in result.curve]
         first, best = (

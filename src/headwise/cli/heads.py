@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..output_paths import check_output
+from ..progress import ProgressReporter
 from . import known_names
 from .argument_checks import check_choice, check_input_file, check_model_path, check_positive
 from .arguments import (
@@ -77,11 +78,13 @@ def run_extras(
     examples: Sequence[Example],
     args: argparse.Namespace,
     measure: Callable[[Any], HeadTable],
+    report: ProgressReporter,
 ) -> tuple[HeadTable, ExtraAnalyses]:
     """Run the requested analyses; `measure` makes the head table of another model. Return the table and the results."""
     extras = ExtraAnalyses()
     if args.importance is not None:
-        table = _measure_importance(model, table, examples, args, extras)
+        extras.importance = _measure_importance(model, examples, args, report)
+        table = _add_importance(table, extras)
     baseline = None
     if args.random_baseline:
         from ..head_analysis.random_baseline import make_random_baseline
@@ -95,6 +98,7 @@ def run_extras(
     if args.redundancy:
         from ..head_analysis.head_redundancy import measure_redundancy
 
+        report("comparing heads")
         extras.redundancy = measure_redundancy(model, examples, name=table.model)
         extras.lines.append(extras.redundancy.sentence)
         if baseline is not None:
@@ -125,8 +129,8 @@ def _describe_weights(model: Any, examples: Sequence[Example], args: argparse.Na
 
 
 def _measure_importance(
-    model: Any, table: HeadTable, examples: Sequence[Example], args: argparse.Namespace, extras: ExtraAnalyses
-) -> HeadTable:
+    model: Any, examples: Sequence[Example], args: argparse.Namespace, report: ProgressReporter
+) -> ImportanceResult:
     from ..head_analysis.head_importance import estimate_importance
     from ..head_analysis.importance_methods import ImportanceOptions
 
@@ -136,7 +140,16 @@ def _measure_importance(
         num_resamples=args.resamples,
         seed=args.seed,
     )
-    result = extras.importance = estimate_importance(model, examples, method=args.importance, options=options)
+    progress = report.counter(f"importance of heads ({args.importance})", len(examples), "texts")
+    return estimate_importance(model, examples, method=args.importance, options=options, progress=progress)
+
+
+def _add_importance(table: HeadTable, extras: ExtraAnalyses) -> HeadTable:
+    """Return the table with the importance of every head as a measure; adds a line on the most important ones."""
+    from ..head_analysis.measure_tables import format_interval
+
+    result = extras.importance
+    assert result is not None
     by_head = {(head.site, head.head): head.measure for head in result.heads}
     heads = tuple(
         replace(head, measures={**head.measures, "importance": by_head[head.site, head.head]})
@@ -144,9 +157,12 @@ def _measure_importance(
         else head
         for head in table.heads
     )
-    top_heads = ", ".join(f"{head.site} {head.head} ({head.value:.3g})" for head in result.by_importance[:5])
+    top_heads = "; ".join(
+        f"{head.site} {head.head} {format_interval(head.measure)}" for head in result.by_importance[:5]
+    )
     extras.lines.append(
-        f"importance ({result.method}, {result.objective}, {result.texts} texts): most important are {top_heads}"
+        f"importance ({result.method}, {result.objective}, {result.texts} texts), with 95 % intervals: most important "
+        f"are {top_heads}"
     )
     return replace(table, heads=heads, notes=(*table.notes, *result.notes))
 
@@ -182,9 +198,11 @@ def main(argv: list[str]) -> int:
     attach_named_tokenizer(model, args)
     drawn_heads = _locate_drawn_heads(args, sites(model)) if args.draw else []
     examples, notes, sites_of_images = _read_examples(model, args)
-    measure = partial(_measure_model, examples=examples, args=args, site_names=sites_of_images)
-    table, extras = run_extras(model, measure(model), examples, args, measure)
+    report = ProgressReporter()
+    measure = partial(_measure_model, examples=examples, args=args, report=report, site_names=sites_of_images)
+    table, extras = run_extras(model, measure(model), examples, args, measure, report)
     table = replace(table, notes=(*table.notes, *notes))
+    report("")
     if args.out is not None:
         from ..head_analysis.head_report import ReportOptions, write_head_report
 
@@ -379,17 +397,18 @@ def _parse_head_pair(names: list[str]) -> list[tuple[str, int]]:
 
 
 def _measure_model(
-    model: Any, *, examples: Sequence[Example], args: argparse.Namespace, site_names: tuple[str, ...] = ()
+    model: Any,
+    *,
+    examples: Sequence[Example],
+    args: argparse.Namespace,
+    report: ProgressReporter,
+    site_names: tuple[str, ...] = (),
 ) -> HeadTable:
     from ..head_analysis.dependency_syntax import DependencyScores
     from ..head_analysis.head_measurement import MeasureOptions
     from ..head_analysis.patch_metrics import IMAGE_METRICS
     from ..head_analysis.text_analysis import measure_and_classify
     from ..head_analysis.word_alignment import AlignmentScores
-
-    def report_progress(count: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{count} of {len(examples)} {kind}", end="" if count < len(examples) else "\n", file=sys.stderr)
 
     kind = "texts" if args.images is None else "images"
     options = MeasureOptions(num_resamples=args.resamples, seed=args.seed, sites=site_names)
@@ -403,14 +422,16 @@ def _measure_model(
         if has_links
         else []
     )
+    progress = report.counter("measuring heads", len(examples), kind)
     table = measure_and_classify(
-        model, examples, criteria=args.criteria, options=options, collectors=collectors, progress=report_progress
+        model, examples, criteria=args.criteria, options=options, collectors=collectors, progress=progress
     )
     return replace(table, texts=f"{len(examples)} {kind}")
 
 
 def _format_table(table: HeadTable, args: argparse.Namespace) -> str:
-    from ..head_analysis.head_figures import format_head_ranking, format_head_table, with_ansi_colour, without_colour
+    from ..head_analysis.head_figures import format_head_table, with_ansi_colour, without_colour
+    from ..head_analysis.measure_tables import format_head_ranking
 
     if args.sort is not None:
         return format_head_ranking(table, args.sort)

@@ -37,13 +37,15 @@ def main(argv: list[str]) -> int:
     from ..surgery.pruning_plan import fingerprint_model
 
     result = prune(run.net, _selection(args, run), run.selection_examples, fold=args.fold, log=run.report_progress)
-    record = result.data | {"model": fingerprint_model(run.net)}
+    model, retraining = run.retrain(result.after)
+    record = result.data | {"model": fingerprint_model(run.net)} | retraining
     return run.write_and_verify(
-        result.after,
+        model,
         result.plan.summary,
         record,
         keep=dict(result.plan.changed_sites),
         replacements=dict(result.head_constants),
+        ablation_pair=(result.removal_source, result.after),
     )
 
 

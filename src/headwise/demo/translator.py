@@ -25,6 +25,7 @@ from ..hub.pretrained_models import load
 from ..interfaces.core_types import Probe
 from ..models import Transformer
 from ..output_paths import check_output
+from ..progress import LINE_INTERVAL, format_duration
 from ..surgery import HeadRanking, KeepTop, Pool
 from ..surgery.conversion import convert
 from ..surgery.distillation import RetrainingPoint, UptrainingOptions, uptrain
@@ -35,7 +36,6 @@ from ..surgery.verification.efficiency import TimingOptions
 from ..surgery.verification.proof import PROOF_JSON, ProofOptions, prove, write_proof
 from ..surgery.verification.quality_metrics import compare_task_scores
 from ..training import ConsoleLogger, Recipe, TrainingResult, train
-from ..training.loggers import LINE_INTERVAL, format_duration
 from . import before_after
 from .terminal_heat_map import draw_heat_map
 

@@ -16,6 +16,7 @@ from ..files import write_atomically
 from ..output_paths import FIGURE_FILE, FIGURE_METADATA, check_output
 from .head_metrics import HEAD_METRICS
 from .head_table import HeadMeasures, HeadTable
+from .measure_tables import LINE_WIDTH, format_notes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -437,7 +438,6 @@ def _label_heads(axes: Axes, table: HeadTable, embedding: PlaneEmbedding, theme:
 
 # --- Tables for a terminal -----------------------------------------------------------------------------
 
-LINE_WIDTH = 80
 HEADS_PER_CLASS = 2  # heads listed for each class
 ColourFunction = Callable[[str, str], str]  # (text, class group) -> text with colour codes
 
@@ -464,32 +464,7 @@ def format_head_table(table: HeadTable, colour: ColourFunction = without_colour)
     for group in CLASS_STYLES:
         if group != "unclear":
             lines += _top_heads(table, group, colour)
-    return "\n".join([*lines, *_note_lines(table)])
-
-
-def format_head_ranking(table: HeadTable, measure: str) -> str:
-    """Format heads by decreasing value of a measure: value, interval, chance and first classes.
-
-    >>> from headwise.head_analysis.head_table import Measure
-    >>> head = HeadMeasures(
-    ...     "decoder", "attention", 0, 3, 0, "decoder.0.attention", {"sink": Measure(0.5, 0.4, 0.6, 0.1)}
-    ... )
-    >>> print(format_head_ranking(HeadTable("small", "9 texts", (head,)), "sink").splitlines()[-1])
-    decoder.0.attention     3   0.50    0.40    0.60    0.10
-    """
-    heads = table.sorted_by(measure)
-    width = max(len(head.site) for head in heads)
-    lines = [
-        f"{table.model}, {table.texts}",
-        "",
-        f"{'site'.ljust(width)}  head  {measure[:6]:>5}     low    high  chance",
-    ]
-    for head in heads:
-        numbers = "   ".join(f"{number:>5.2f}" for number in head.measures[measure][:4])
-        classes = ", ".join(f"{head_class.name} {head_class.score:.2f}" for head_class in head.classes[:2])
-        line = f"{head.site.ljust(width)}  {head.head:>4}  {numbers}  {classes}".rstrip()
-        lines.append(line if len(line) <= LINE_WIDTH else f"{line[: LINE_WIDTH - 1]}…")
-    return "\n".join([*lines, *_note_lines(table)])
+    return "\n".join([*lines, *format_notes(table.notes)])
 
 
 def _grid_lines(table: HeadTable, colour: ColourFunction) -> Iterator[str]:
@@ -536,9 +511,3 @@ def _top_heads(table: HeadTable, group: str, colour: ColourFunction) -> Iterator
             initial_indent="   ",
             subsequent_indent="   ",
         )
-
-
-def _note_lines(table: HeadTable) -> list[str]:
-    if not table.notes:
-        return []
-    return ["", *(line for note in table.notes for line in textwrap.wrap(f"note: {note}", LINE_WIDTH))]

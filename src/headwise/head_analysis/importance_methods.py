@@ -299,6 +299,11 @@ class ImportanceResult:
             raise ValueError(f"head {number} of {site!r} was not rated; the rated sites are {sites}")
         return matches[0]
 
+    def __str__(self) -> str:
+        from .measure_tables import format_importance
+
+        return format_importance(self)
+
     @property
     def by_importance(self) -> tuple[HeadImportance, ...]:
         """The heads by decreasing importance; heads with NaN come last."""

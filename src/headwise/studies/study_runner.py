@@ -12,8 +12,10 @@ from typing import Any
 from ..errors import SpecError
 from ..files import FolderLock, write_atomically
 from ..output_paths import FolderKind, check_output
+from ..progress import CountedMessage, TimeLeft, format_duration
 from .cells import Cell, CellGrid
 from .process_engine import CellEngine, ProcessEngine, make_progress_line
+from .run_cell import read_result
 from .study_file import Study
 
 CELLS_FOLDER, RESULTS_FILE, TIMINGS_FILE, STUDY_FILE = "cells", "results.jsonl", "timings.jsonl", "study.json"
@@ -135,8 +137,14 @@ def _run_stage(
     progress: Callable[[str], object],
 ) -> list[CellResult]:
     chosen = [cell for cell in cells if only(cell)]
-    done: dict[str, Mapping[str, Any]] = {}
+    num_before = sum(read_result(folder / CELLS_FOLDER / cell.id) is not None for cell in chosen)  # they come first
+    time_left, done = TimeLeft(), dict[str, Mapping[str, Any]]()
+    time_left.seconds(CountedMessage(stage, num_before, len(chosen), "cells"))
     for number, (cell, result) in enumerate(engine.run(chosen, folder / CELLS_FOLDER), 1):
         done[cell.id] = result
-        progress(f"{stage:<6}  {make_progress_line(number, len(chosen), cell, result)}")
+        line = f"{stage:<6}  {make_progress_line(number, len(chosen), cell, result)}"
+        seconds = (
+            time_left.seconds(CountedMessage(stage, number, len(chosen), "cells")) if number > num_before else None
+        )
+        progress(line if seconds is None else f"{line}, {format_duration(seconds)} left")
     return [CellResult(cell, stage, done[cell.id]) for cell in chosen]

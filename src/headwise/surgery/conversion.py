@@ -18,6 +18,7 @@ from ..nn import head_axis_ops
 from ..parts.collaborative import convert_to_collaborative
 from ..parts.latent_attention import convert_to_latent
 from ..parts.mixture_of_heads import convert_to_mixture_of_heads
+from ..progress import count_items
 from ..spec.attention_spec import AttentionSpec
 from .attention_replacement import (
     AttentionChange,
@@ -373,10 +374,11 @@ def _convert_layers(
 ) -> dict[str, ConvertedLayer]:
     batches = [example.model_inputs for example in examples]
     ranking, layers = conversion.importance_ranking, dict[str, ConvertedLayer]()
-    scores = {} if ranking is None else score_heads(net, examples, ranking).scores
+    scores = {} if ranking is None else score_heads(net, examples, ranking, log).scores
     for group in _batch_sites(net, sites) if conversion.needs_statistics else [sites]:
         log(f"collecting keys and values of {len(batches)} examples: {group[0]} and {len(group) - 1} more")
-        statistics = collect_kv_statistics(net.eval(), batches, group) if conversion.needs_statistics else {}
+        counted = count_items(batches, log, "collecting keys and values", "texts")
+        statistics = collect_kv_statistics(net.eval(), counted, group) if conversion.needs_statistics else {}
         for site in group:
             spec, weights = get_attention(net, site).spec, get_attention_parameters(net, site)
             importance = [scores.get((site, head), math.inf) for head in range(len(spec.score_head_of_output))]

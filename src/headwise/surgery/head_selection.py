@@ -26,6 +26,7 @@ from ..head_analysis.objectives import Objective, choose_objective
 from ..model_spec import ModelSpec
 from ..models import Transformer
 from ..output_paths import FileKind, check_output
+from ..progress import CountedMessage
 from .attention_replacement import remove_heads
 from .pruning_plan import HeadId, HeadUnit, PruningPlan, count_heads, fingerprint_model, list_units
 from .verification.efficiency import TimingOptions, compare_speed
@@ -33,6 +34,9 @@ from .verification.quality_metrics import measure_quality
 
 RANDOM, BEST = "random", "best"
 RANKING_METHODS = (*IMPORTANCE_METHODS, RANDOM, BEST)
+
+
+LogFunction = Callable[[str], Any]
 
 
 class HeadRanking(NamedTuple):
@@ -66,8 +70,13 @@ class HeadScores(NamedTuple):
         return math.inf if any(map(math.isnan, head_scores)) else sum(head_scores)
 
 
-def score_heads(net: Transformer, examples: Sequence[Example], ranking: HeadRanking = DEFAULT_RANKING) -> HeadScores:
-    """Score the heads of a model by their importance on example texts.
+def score_heads(
+    net: Transformer,
+    examples: Sequence[Example],
+    ranking: HeadRanking = DEFAULT_RANKING,
+    log: LogFunction = lambda _: None,
+) -> HeadScores:
+    """Score the heads of a model by their importance on example texts; `log` is called with the number of texts done.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -88,7 +97,7 @@ def score_heads(net: Transformer, examples: Sequence[Example], ranking: HeadRank
         )
     if ranking.method == BEST:
         has_gradient = choose_objective(net, ranking.objective, examples[0])[0].has_gradient
-        return score_heads(net, examples, ranking._replace(method="michel" if has_gradient else "leave-one-out"))
+        return score_heads(net, examples, ranking._replace(method="michel" if has_gradient else "leave-one-out"), log)
     options = replace(
         ImportanceOptions(),
         num_examples=ranking.num_examples,
@@ -97,7 +106,15 @@ def score_heads(net: Transformer, examples: Sequence[Example], ranking: HeadRank
         seed=ranking.seed,
         num_resamples=1,
     )
-    importance = estimate_importance(net, examples, method=ranking.method, objective=ranking.objective, options=options)
+    total = min(len(examples), ranking.num_examples or len(examples))
+
+    def progress(count: int) -> None:
+        log(CountedMessage("ranking heads", count, total, "texts"))
+
+    progress(0)
+    importance = estimate_importance(
+        net, examples, method=ranking.method, objective=ranking.objective, options=options, progress=progress
+    )
     notes = (
         f"ranked by {importance.method} of {importance.objective} over {importance.texts} texts",
         *importance.notes,
@@ -107,7 +124,6 @@ def score_heads(net: Transformer, examples: Sequence[Example], ranking: HeadRank
 
 # --- Selections of heads -------------------------------------------------------------------------------
 
-LogFunction = Callable[[str], Any]
 KEEP_SCOPES = ("layer", "stack", "model")
 
 
@@ -153,7 +169,7 @@ class KeepTop(HeadSelection):
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         log("ranking heads")
-        scores, units_by_site = score_heads(net, examples, self.ranking), list_units(net.spec, self.unit)
+        scores, units_by_site = score_heads(net, examples, self.ranking, log), list_units(net.spec, self.unit)
         select = {"layer": self._select_per_layer, "stack": self._select_per_stack, "model": self._select_per_model}[
             self.scope
         ]
@@ -271,7 +287,7 @@ class KeepOnePerCluster(HeadSelection):
             ),
         )
         log("ranking heads")
-        scores, keep = score_heads(net, examples, self.ranking), dict[str, list[int]]()
+        scores, keep = score_heads(net, examples, self.ranking, log), dict[str, list[int]]()
         clusters = [
             [(member.site, member.head) for member in members]
             for same_input in redundancy.readers

@@ -14,6 +14,7 @@ from ..head_analysis.annotated_examples import Example
 from ..interfaces import Gate
 from ..models import Transformer
 from ..presets import with_gates
+from ..progress import CountedMessage
 from ..spec.attention_spec import AttentionSpec
 from ..training.recipe import Recipe
 from ..training.train_step import AdamWOptimiser
@@ -326,7 +327,7 @@ class KeepOpenGates(HeadSelection):
             net,
             examples,
             self.options,
-            lambda point: log(f"gates: step {point.step}, {point.num_open_gates or 0:.1f} open"),
+            lambda point: log(CountedMessage("training gates", point.step, self.options.steps, "steps")),
         )
         probabilities = [p for of_site in result.open_probabilities.values() for p in of_site]
         num_decided = sum(p > 0.9 or p < 0.1 for p in probabilities)

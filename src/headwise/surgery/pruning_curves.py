@@ -20,6 +20,7 @@ from ..head_analysis.head_measurement import MeasureCollector, measure_heads
 from ..head_analysis.objectives import EvaluationInput, Objective, OutputDrift, choose_objective
 from ..head_analysis.word_alignment import AlignmentScores
 from ..models import Transformer
+from ..progress import CountedMessage
 from .attention_replacement import remove_heads
 from .distillation import RetrainingPoint
 from .head_selection import RANDOM, RANKING_METHODS, HeadRanking, HeadScores, score_heads, select_top_units
@@ -187,14 +188,14 @@ def score_by_order(
     check_order(order, options)
     if order != GATE_ORDER:
         return score_heads(
-            net, examples, HeadRanking(order, options.objective, options.num_examples, seed=options.seed)
+            net, examples, HeadRanking(order, options.objective, options.num_examples, seed=options.seed), log
         )
     assert options.gate_options is not None
     single_heads = all(len(unit.heads) == 1 for probabilities in units.values() for unit in probabilities)
     gate_options = replace(options.gate_options, unit="head" if single_heads else "kv")
 
     def progress(point: RetrainingPoint) -> None:
-        log(f"gates: step {point.step} of {gate_options.steps}")
+        log(CountedMessage("training gates", point.step, gate_options.steps, "steps"))
 
     result = train_gates(net, examples, gate_options, progress)
     scores = {

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TextIO
 
 from ..errors import SpecError, suggest
 from ..files import JsonLines, read_lines, write_lines
+from ..progress import LINE_INTERVAL, format_duration
 
 Record = Mapping[str, Any]
 
@@ -168,19 +169,6 @@ def import_optional(module: str, name: str) -> Any:
 
 
 # --- Console output ------------------------------------------------------------------------------------
-
-LINE_INTERVAL = 10.0  # seconds between progress lines if the output is not a terminal
-
-
-def format_duration(seconds: float) -> str:
-    """A duration as h:mm:ss, or m:ss below an hour.
-
-    >>> format_duration(59.6), format_duration(3723)
-    ('1:00', '1:02:03')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def format_record(record: Mapping[str, Any]) -> str:

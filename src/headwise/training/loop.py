@@ -26,8 +26,9 @@ from ..model_spec.serialization import MANIFEST_FILE
 from ..models import Transformer, save
 from ..models.save_load import MODEL_FOLDER
 from ..output_paths import check_output
+from ..progress import format_duration
 from ..spec.serialization import format_toml
-from .loggers import JsonlLogger, MetricLogger, create_logger, format_duration
+from .loggers import JsonlLogger, MetricLogger, create_logger
 from .recipe import Recipe
 from .run_setup import TrainingSetup, describe_environment, omit_model
 from .training_run import CHECKPOINT_FOLDER, CheckpointFolder, TrainingCheckpoint, TrainingRun

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..output_paths import stage_folder
+from ..progress import CountedMessage
 from .model_worker import JobProgress
 from .open_model import OpenModel
 from .surgery_arguments import (
@@ -34,7 +35,7 @@ SELECTION_STEPS = 3  # messages of choosing and removing heads
 
 @dataclass
 class StepLog:
-    """Turns the messages of the library into progress: each is one step of `total`."""
+    """Turns the messages of the library into progress: each without a count of its own is one step of `total`."""
 
     progress: JobProgress
     total: int
@@ -42,8 +43,9 @@ class StepLog:
 
     def __call__(self, message: str) -> None:
         """Report the step that begins; raises JobCancelled if the job is to stop."""
-        self.progress(min(self.done, self.total - 1), self.total, message)
-        self.done += 1
+        is_counted = isinstance(message, CountedMessage)
+        self.progress(min(self.done - is_counted, self.total - 1), self.total, message)
+        self.done += not is_counted
 
 
 # --- Before anything is changed ------------------------------------------------------------------------

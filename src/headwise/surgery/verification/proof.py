@@ -25,6 +25,7 @@ from ...inspect.ablation import HeadRef
 from ...model_spec.serialization import MANIFEST_FILE, RECORD_FILE
 from ...models import Transformer
 from ...output_paths import FolderKind, check_output
+from ...progress import count_items
 from .efficiency import CostComparison, SpeedComparison, TimingOptions, compare_cost, compare_speed
 from .model_comparison import (
     AgreementAccumulator,
@@ -367,7 +368,7 @@ def prove(
     _check_comparable(before, after)
     with eval_mode(before), eval_mode(after):
         log(f"comparing {len(texts)} texts before and after")
-        comparison = _TextComparison.of(before, after, texts, options.objective)
+        comparison = _TextComparison.of(before, after, texts, options.objective, log)
         log("comparing removed with ablated heads")
         full, pruned = options.ablation_pair or (before, after)
         equal = list(compare_ablated(full, pruned, texts, options.keep, options.replacements)) if options.keep else []
@@ -408,7 +409,11 @@ class _TextComparison:
 
     @staticmethod
     def of(
-        before: Transformer, after: Transformer, examples: Sequence[Example], objective: str | Objective | None
+        before: Transformer,
+        after: Transformer,
+        examples: Sequence[Example],
+        objective: str | Objective | None,
+        log: LogFunction,
     ) -> _TextComparison:
         resolved, note = choose_objective(before, objective, examples[0])
         check_drift_baseline(resolved, before)
@@ -417,7 +422,8 @@ class _TextComparison:
             AgreementAccumulator("logits" if detect_head_objective(before) else "states"),
             LargestChanges(),
         )
-        for number, example in enumerate(examples):
+        counted = count_items(examples, log, "comparing texts before and after", "texts")
+        for number, example in enumerate(counted):
             question = resolved.prepare_input(before, example, number)
             after_run = compute_output_and_states(after, question.inputs)
             before_run = compute_output_and_states(before, question.inputs)
