@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from ..data import IGNORE_INDEX
+from ..data.tokenizer_calls import parse_tokenizer, read_tokenizer_file
 from ..errors import suggest
 from ..inspect.model_inputs import ModelInputs, is_encoder_decoder, prepare_inputs
 from ..model_spec.serialization import TOKENIZER_FILE
@@ -76,12 +76,12 @@ def find_mask_id(model: nn.Module) -> int | None:
     if isinstance(model, Transformer):
         if model.usage.mask is not None or model.usage.tokenizer is None:
             return model.usage.mask
-        tokenizer = Tokenizer.from_str(model.usage.tokenizer)
+        tokenizer = parse_tokenizer(model.usage.tokenizer)
     else:
         path = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")) / TOKENIZER_FILE
         if not path.is_file():
             return None
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = read_tokenizer_file(path)
     return next((mask_id for mask in MASK_TOKENS if (mask_id := tokenizer.token_to_id(mask)) is not None), None)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from torch import nn
 
+from ..data.tokenizer_calls import encode_tokens, parse_tokenizer
 from ..data.vocabulary import ByteVocabulary
 from ..errors import SpecError
 from ..model_spec import ModelSpec, ProcessorSpec
@@ -71,7 +72,7 @@ def _read_tokenizer(folder: Path) -> dict[str, Any]:
     path = folder / TOKENIZER_FILE
     try:
         document = path.read_text(encoding="utf-8")
-        tokenizer = Tokenizer.from_str(document)
+        tokenizer = parse_tokenizer(document)
     except Exception as error:  # the library raises plain Exception
         raise SpecError(f"{path} is not a tokenizer document: {error}; copy the file again") from None
     before, behind = get_surrounding_ids(tokenizer)
@@ -88,7 +89,8 @@ def get_surrounding_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[in
         added.content for added in tokenizer.get_added_tokens_decoder().values()
     }
     # Encode the shortest word of the vocabulary, because some tokenizers encode unknown words as nothing.
-    encoding = tokenizer.encode(min(words, key=lambda word: (not word.isalnum(), len(word), word), default=""))
+    shortest = min(words, key=lambda word: (not word.isalnum(), len(word), word), default="")
+    encoding = encode_tokens(tokenizer, shortest)
     text_positions = [position for position, special in enumerate(encoding.special_tokens_mask) if not special]
     first, last = (
         (text_positions[0], text_positions[-1] + 1) if text_positions else (len(encoding.ids), len(encoding.ids))
@@ -162,7 +164,7 @@ def _use_file(path: Path, usage: ProcessorSpec, tokens: int) -> ProcessorSpec:
         return replace(usage, before=(BOS_ID,), end=(BOS_ID,), tokenizer=make_tokenizer_json(path, tokens))
     try:
         text = data.decode()
-        tokenizer = Tokenizer.from_str(text)
+        tokenizer = parse_tokenizer(text)
     except Exception as error:  # the library raises plain Exception
         raise SpecError(f"{path} is not a tokenizer document: {error}; give a tokenizer.json") from None
     before, behind = get_surrounding_ids(tokenizer)

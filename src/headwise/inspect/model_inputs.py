@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from ..data.tokenizer_calls import decode_tokens, encode_tokens, read_tokenizer_file
 from ..errors import SequenceTooLong, SpecError
 from ..generation import ModelTokenizer, encode_text, get_decoder_start_ids, load_tokenizers, max_positions, pad_left
 from ..model_spec.serialization import TOKENIZER_FILE
@@ -330,7 +331,7 @@ def _load_tokenizer(model: nn.Module) -> Tokenizer:
     if not path.is_file():
         fact = f"{type(model).__name__} comes with no {TOKENIZER_FILE}"
         raise ValueError(f"{fact}; give its arguments, as in {{'input_ids': tokenizer(text, return_tensors='pt')...}}")
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = read_tokenizer_file(path)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -341,7 +342,7 @@ def _pad(row: Sequence[Any], gap: Sequence[Any], left: bool) -> tuple[Any, ...]:
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> TokenRow:
-    encoding = tokenizer.encode(text)
+    encoding = encode_tokens(tokenizer, text)
     words = tuple(
         token if special else text[start:stop] or token
         for token, special, (start, stop) in zip(
@@ -353,6 +354,6 @@ def _encode(tokenizer: Tokenizer, text: str) -> TokenRow:
 
 def _make_decoder(tokenizer: Tokenizer) -> TokenDecoder:
     def decode_token(token_id: int) -> str:
-        return tokenizer.decode([token_id]) or tokenizer.id_to_token(token_id) or str(token_id)
+        return decode_tokens(tokenizer, [token_id]) or tokenizer.id_to_token(token_id) or str(token_id)
 
     return decode_token

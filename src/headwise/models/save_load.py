@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as read_tensors, save as tensor_bytes
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from .. import __version__
+from ..data.tokenizer_calls import parse_tokenizer
 from ..errors import SpecError
 from ..files import sha256, write_atomically
 from ..model_spec import ModelSpec, ModelTable, ProcessorSpec, StackSpec
@@ -60,7 +60,7 @@ def _vocab_size(stack: StackSpec) -> int:
 
 def _check_tokenizer(spec: ModelSpec, document: str, where: str) -> None:
     try:
-        size = 1 + max(Tokenizer.from_str(document).get_vocab().values(), default=-1)
+        size = 1 + max(parse_tokenizer(document).get_vocab().values(), default=-1)
     except Exception as error:  # tokenizers raises bare Exception
         raise SpecError(f"{where} is not a tokenizer document: {error}; give Tokenizer.to_str()") from None
     tables = [tokens for stack in spec.stacks if (tokens := _vocab_size(stack))]
