@@ -379,7 +379,7 @@ while True:
 """
 
 
-def kill_writers(folder: Path, kills: int) -> None:
+def check_kills(folder: Path, kills: int) -> None:
     """Kill a process that replaces a folder again and again; each time the folder is whole, old or new."""
     random_delays = random.Random(0)
     for number in range(kills):
@@ -402,9 +402,9 @@ def kill_writers(folder: Path, kills: int) -> None:
 
 
 def test_a_kill_leaves_the_old_or_the_new_folder(tmp_path: Path):
-    kill_writers(tmp_path / "out", 6)
+    check_kills(tmp_path / "out", 6)
 
 
 @pytest.mark.slow
 def test_many_kills_leave_the_old_or_the_new_folder(tmp_path: Path):
-    kill_writers(tmp_path / "out", 200)
+    check_kills(tmp_path / "out", 200)

@@ -15,6 +15,7 @@ from types import FrameType
 
 from .. import __version__
 from ..errors import NoBackend
+from ..escaping import shorten_message
 from .arguments import BAD_INPUT
 
 INTERNAL_ERROR, INTERRUPTED, PIPE_CLOSED, TERMINATED = 3, 130, 141, 143
@@ -59,7 +60,7 @@ def run_guarded(command: Callable[[list[str]], int], argv: Sequence[str]) -> int
 
 def print_error(message: str, code: int = BAD_INPUT) -> int:
     """Print an error in one line to stderr, if it can be written; return the exit code."""
-    line = " ".join(message.split())
+    line = shorten_message(message)
     line = line if len(line) <= MAX_MESSAGE else f"{line[:MAX_MESSAGE]} ..."
     with suppress(OSError, ValueError):
         print(f"headwise: {line}", file=sys.stderr, flush=True)
