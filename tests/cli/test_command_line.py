@@ -130,7 +130,7 @@ BAD = {
     "uneven": (("spec", "mha", "--set", "heads.kv=3"), "use kv in"),
     "want": (("why", "mha", "--want", "weight"), "did you mean 'weights'"),
     "dtype": (("why", "mha", "--dtype", "f8"), "dtype='f8'"),
-    "nowhere to train": (("demo", "--out", "/dev/null/x"), "/dev/null is not a folder; give the path of a new folder"),
+    "nowhere to train": (("demo", "--out", "/dev/null/x"), "not a directory; give the path of a new folder"),
 }
 
 

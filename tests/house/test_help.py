@@ -17,7 +17,7 @@ MAX_LINES, MAX_COLUMNS = 40, 80
 COMMANDS = [*cli.COMMANDS, "prune --sweep"]
 
 
-class ParserBuiltError(Exception):
+class ParserBuiltError(SystemExit):
     """Carries the parser of a command out of its main function."""
 
     def __init__(self, parser: CommandParser) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-from xml.sax.saxutils import escape
 
 from ..costs.cost_plots import shorten_label
+from ..escaping import escape_svg
 from ..files import FolderLock, write_atomically
 from ..head_analysis.head_figures import FIGURE_THEMES, FigureTheme
 from .benchmark_case import LIMIT
@@ -414,7 +414,7 @@ class _SvgPage:
 
     def add_text(self, x: float, y: float, text: str, kind: str) -> None:
         """Add a text element."""
-        self.elements.append(f'<text class="{kind}" x="{x:g}" y="{y:g}">{escape(text)}</text>')
+        self.elements.append(f'<text class="{kind}" x="{x:g}" y="{y:g}">{escape_svg(text)}</text>')
 
     def add_path(self, to: str, kind: str) -> None:
         """Add a path element."""

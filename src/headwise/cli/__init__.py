@@ -1,8 +1,9 @@
 """The command line, `headwise COMMAND`: each command is one module, a thin layer over the library.
 
 `describe` holds the four commands that describe a layer or a model: `spec`, `walk`, `sites` and `why`.
-`command_parser` makes help texts and errors. `arguments` parses what commands share: specs, presets, folders of models,
-`--set KEY=VALUE` and `--json`. `argument_checks` and `known_names` refuse bad values before a model is loaded.
+`command_parser` makes help texts and errors. `exit_status` turns every error into one line and an exit code.
+`arguments` parses what commands share: specs, presets, folders of models, `--set KEY=VALUE` and `--json`.
+`argument_checks` and `known_names` refuse bad values before a model is loaded.
 `text_arguments` and `compression_arguments` add the options for texts and for models that are written to a folder.
 The packages `cost` and `run` hold the two largest commands.
 
@@ -11,15 +12,15 @@ Heavy modules such as torch are imported inside `main` of a command, so that `he
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from .. import __version__
-from ..errors import NoBackend, suggest
-from .arguments import BAD_INPUT, prepare_output
+from ..errors import suggest
+from .arguments import prepare_output
 from .command_parser import UsageError
+from .exit_status import open_closed_streams, print_error, run_guarded
 
 # One line per command, in the order of the help.
 COMMANDS = {
@@ -42,8 +43,6 @@ COMMANDS = {
     "why": "which backend would run a spec, and why the others refuse",
 }
 DESCRIBE_COMMANDS = ("spec", "walk", "sites", "why")  # in one module
-OUT_OF_MEMORY = "out of memory; use a smaller batch, model or number of tokens"
-INTERRUPTED, PIPE_CLOSED = 130, 141
 
 
 EXAMPLES = ("headwise spec gqa --set heads.kv=4", "headwise cost gqa mla --context 32768 --batch 16")
@@ -62,33 +61,13 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 on success, 2 on bad input, 130 when interrupted."""
-    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison] - None if the shell closed it
-        return _print_error("cannot write: stdout is closed; open it")
+    """Run one command and return its exit code: 0 on success, 2 on bad input, and those of `exit_status`."""
+    is_closed = sys.stdout is None  # pyright: ignore[reportUnnecessaryComparison] - None if the shell closed it
+    open_closed_streams()
+    if is_closed:
+        return print_error("cannot write: stdout is closed; open it")
     prepare_output()
-    try:
-        code = _run_command(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
-        return code
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader has closed the pipe, as `| head` does. Python would report it again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
-    except (ValueError, OSError, OverflowError, NoBackend) as error:
-        return _print_error(str(error))
-    except MemoryError:
-        return _print_error(OUT_OF_MEMORY)
-    except RuntimeError as error:
-        if "allocate memory" not in str(error):
-            raise
-        return _print_error(OUT_OF_MEMORY)
-
-
-def _print_error(message: str) -> int:
-    print(f"headwise: {' '.join(message.split())}", file=sys.stderr)
-    return BAD_INPUT
+    return run_guarded(_run_command, sys.argv[1:] if argv is None else argv)
 
 
 def _run_command(argv: list[str]) -> int:

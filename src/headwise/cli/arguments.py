@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import suggest
+from ..escaping import escape_page
 from .command_parser import UsageError
 
 if TYPE_CHECKING:
@@ -53,7 +54,9 @@ def prepare_output() -> None:
 
 
 def print_page(text: str) -> None:
-    """Print a page; without UTF-8, box-drawing characters become ASCII."""
+    """Print a page; on a terminal, control characters are shown as codes. Without UTF-8, lines become ASCII."""
+    if sys.stdout.isatty():
+        text = escape_page(text)
     try:
         text.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:

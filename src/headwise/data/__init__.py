@@ -7,7 +7,8 @@
 - Tasks over files (base classes, also of classification, in
   `file_task`): `language_modelling` (plain text), `token_files` (token ids),
   `translation`, `jsonl`, `images` and `time_series`.
-- Helpers: `text_files` reads files, `vocabulary` tokenises, `example_order` shuffles and splits.
+- Helpers: `text_files` reads files, `vocabulary` tokenises, `tokenizer_calls` turns failures of the library into
+  errors, `example_order` shuffles and splits.
 """
 
 from .task import IGNORE_INDEX, SPLITS, Batch, MetricSums, Task

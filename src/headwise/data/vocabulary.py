@@ -16,6 +16,7 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.trainers import BpeTrainer
 
 from ..errors import SpecError
+from .tokenizer_calls import decode_tokens, parse_tokenizer
 
 IdArray = NDArray[Any]  # token ids, in the smallest integer type that the vocabulary allows
 
@@ -55,7 +56,7 @@ class Vocabulary(ABC):
             raise ValueError(
                 f"the id {invalid[0]} is outside the vocabulary of {self.size} ids; use 0..{self.size - 1}"
             )
-        return self._tokenizer.decode(id_list)
+        return decode_tokens(self._tokenizer, id_list)
 
 
 class ByteVocabulary(Vocabulary):
@@ -174,7 +175,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 def read_vocabulary(path: Path) -> SubwordVocabulary:
     """Read a tokenizer.json of the `tokenizers` library."""
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = parse_tokenizer(path.read_text(encoding="utf-8"))
     except Exception as error:  # `tokenizers` raises nothing narrower
         raise SpecError(f"cannot read {path} as a tokenizer: {error}; give a tokenizer.json") from None
     tokenizer.no_truncation()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..escaping import escape_html
 from ..files import write_atomically
 from ..surgery.verification.proof_report import format_bytes
 
@@ -160,7 +160,7 @@ def render_report(pages: Sequence[tuple[str, str]], changes: Mapping[str, Mappin
     parts = list[str]()
     for title, text in pages:
         body = _render_change(changes[title]) if title in changes else _render_text(text)
-        parts += ["<section>", f"<h2>{escape(title)}</h2>", body, "</section>"]
+        parts += ["<section>", f"<h2>{escape_html(title)}</h2>", body, "</section>"]
     return "\n".join([HTML_HEAD, "<h1>headwise demo</h1>", *parts, "</body>", "</html>", ""])
 
 
@@ -172,23 +172,23 @@ def write_report(folder: Path, pages: Sequence[tuple[str, str]], changes: Mappin
 
 
 def _render_text(text: str) -> str:
-    return f"<pre>{escape(text)}</pre>"
+    return f"<pre>{escape_html(text)}</pre>"
 
 
 def _render_change(data: Mapping[str, Any]) -> str:
     """Render the summary, the kept heads, exact match as bars, all numbers as a table, the verdict, and the loss."""
-    parts = [f"<p>{escape(data['proof']['what'])}.</p>"]
+    parts = [f"<p>{escape_html(data['proof']['what'])}.</p>"]
     if data.get("keep"):
         parts.append(_render_text("\n".join(draw_heads(data))))
     score = exact_match_rows(data)
     bars = {"before": score["before"], "compressed": data["cut"]["after"], "retrained": score["after"]}
     parts += ['<div class="bars">', *(_render_bar(name, one) for name, one in bars.items()), "</div>"]
     head = "".join(f"<th>{name}</th>" for name in ("", *bars))
-    rows = ["".join(f"<td>{escape(cell)}</td>" for cell in one) for one in comparison_rows(data)]
+    rows = ["".join(f"<td>{escape_html(cell)}</td>" for cell in one) for one in comparison_rows(data)]
     parts += ["<table>", *(f"<tr>{row}</tr>" for row in (head, *rows)), "</table>"]
     curve = [(point["step"], point["held_out"]) for point in data["curve"] if point["held_out"] is not None]
-    parts += [f"<p>{escape(change_verdict(data))}</p>", _render_loss_curve(curve)]
-    return "\n".join([*parts, f"<p>The proof is in {escape(data['folder'])}/PROOF.md.</p>"])
+    parts += [f"<p>{escape_html(change_verdict(data))}</p>", _render_loss_curve(curve)]
+    return "\n".join([*parts, f"<p>The proof is in {escape_html(data['folder'])}/PROOF.md.</p>"])
 
 
 def _render_bar(name: str, score: Mapping[str, float]) -> str:
@@ -200,7 +200,7 @@ def _render_bar(name: str, score: Mapping[str, float]) -> str:
         f'fill="#5b4b8a"/><path d="M{low:.1f} 8H{high:.1f}" stroke="#e0a030" stroke-width="3"/>'
     )
     label = f'<text x="{BAR_WIDTH + 8}" y="13" font-size="13">{score["value"]:.1%}</text>'
-    return f'<span>{escape(name)}</span><svg width="{BAR_WIDTH + 70}" height="16">{drawing}{label}</svg>'
+    return f'<span>{escape_html(name)}</span><svg width="{BAR_WIDTH + 70}" height="16">{drawing}{label}</svg>'
 
 
 def _render_loss_curve(points: Sequence[tuple[int, float]]) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 
+from ..escaping import escape_html, escape_svg
 from ..head_analysis.head_figures import CLASS_STYLES, class_group
 
 NUM_SHADES = 9
@@ -53,7 +53,7 @@ def draw_thumbnail(weights: Sequence[Sequence[float]], label: str) -> str:
     rows, columns = len(weights), len(weights[0])
     return (
         f'<svg class="map" viewBox="0 0 {columns} {rows}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(label)}" shape-rendering="crispEdges">{_cells(weights, 1)}</svg>'
+        f'aria-label="{escape_svg(label)}" shape-rendering="crispEdges">{_cells(weights, 1)}</svg>'
     )
 
 
@@ -64,7 +64,7 @@ def draw_heat_map(weights: Sequence[Sequence[float]], queries: Sequence[str], ke
     width, height = left + CELL * len(keys), top + CELL * len(queries)
     parts = [
         f'<svg class="heat" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'role="img" aria-label="{escape(label)}">',
+        f'role="img" aria-label="{escape_svg(label)}">',
         f'<g transform="translate({left:g} {top:g})"><rect class="paper" width="{CELL * len(keys)}" '
         f'height="{CELL * len(queries)}"/>{_cells(weights, CELL)}{_hover_cells(weights, queries, keys)}</g>',
     ]
@@ -97,7 +97,7 @@ def show_token(token: str) -> str:
     ('&lt;zh&gt;', '␣', '\\\\u202e')
     """
     visible = token.replace(" ", "␣")
-    return escape("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in visible))
+    return escape_html(visible)
 
 
 def _text_width(token: str) -> float:
@@ -116,8 +116,8 @@ def draw_badge(class_name: str) -> str:
     style = STYLE_LETTERS.get(group, "u")
     y = {"sink": 9.6, "induction": 13.0}.get(group, 11.6)
     return (
-        f'<svg class="badge" viewBox="-1 -1 18 18" role="img" aria-label="{escape(group)}"><path class="c-{style}" '
-        f'd="{CLASS_SHAPES.get(group, DISC)}"/><text class="i-{style}" x="8" y="{y}">{escape(letter)}</text></svg>'
+        f'<svg class="badge" viewBox="-1 -1 18 18" role="img" aria-label="{escape_svg(group)}"><path class="c-{style}" '
+        f'd="{CLASS_SHAPES.get(group, DISC)}"/><text class="i-{style}" x="8" y="{y}">{escape_svg(letter)}</text></svg>'
     )
 
 
@@ -125,6 +125,6 @@ def draw_bar(share: float, label: str) -> str:
     """A horizontal bar for a share of 1."""
     width = 100 * min(max(share, 0.0), 1.0)
     return (
-        f'<svg class="bar" viewBox="0 0 100 6" preserveAspectRatio="none" role="img" aria-label="{escape(label)}">'
+        f'<svg class="bar" viewBox="0 0 100 6" preserveAspectRatio="none" role="img" aria-label="{escape_svg(label)}">'
         f'<rect class="track" width="100" height="6"/><rect class="fill" width="{width:.2f}" height="6"/></svg>'
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..escaping import escape_html
 from ..files import write_atomically
 from ..head_analysis.head_figures import class_group
 from ..head_analysis.head_table import HeadMeasures
@@ -17,7 +17,6 @@ from .sample_pictures import draw_badge, draw_bar, draw_heat_map, draw_thumbnail
 if TYPE_CHECKING:
     from .sample_tour import Tour
 
-escape = html.escape
 STYLE_FILE = Path(__file__).with_name("sample_report.css")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
@@ -34,7 +33,7 @@ def render_tour(tour: Tour) -> str:
             "<!doctype html>",
             '<html lang="en">',
             '<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">',
+            f'<meta http-equiv="Content-Security-Policy" content="{escape_html(POLICY)}">',
             '<meta name="color-scheme" content="light dark"><title>Heads of a translator · headwise demo</title>',
             f"<style>\n{STYLE_FILE.read_text(encoding='utf-8')}</style></head>",
             "<body><main>",
@@ -51,7 +50,7 @@ def render_tour(tour: Tour) -> str:
 
 
 def _section(title: str, lead: str, *body: str) -> Iterator[str]:
-    yield f"<section><h2>{escape(title)}</h2>"
+    yield f"<section><h2>{escape_html(title)}</h2>"
     if lead:
         yield f"<p>{lead}</p>"
     yield from body
@@ -66,8 +65,8 @@ def _header(tour: Tour) -> Iterator[str]:
         f"with headwise and has <b>{tour.num_heads}</b> attention heads in <b>{layers}</b> layers.</p>"
     )
     yield (
-        f'<dl class="pair"><dt>reads</dt><dd>{escape(SOURCE)}</dd>'
-        f'<dt>writes</dt><dd lang="zh">{escape(tour.translation)}</dd></dl></header>'
+        f'<dl class="pair"><dt>reads</dt><dd>{escape_html(SOURCE)}</dd>'
+        f'<dt>writes</dt><dd lang="zh">{escape_html(tour.translation)}</dd></dl></header>'
     )
 
 
@@ -79,7 +78,7 @@ def _map_section(tour: Tour) -> Iterator[str]:
     most = max((value.value for value in tour.importance.values()), default=0.0)
     rows = [
         '<div class="maprow"><span class="site">'
-        + escape(site)
+        + escape_html(site)
         + "</span>"
         + "".join(
             _map_cell(tour, head, most, head.head not in keep.get(site, (head.head,)))
@@ -90,7 +89,7 @@ def _map_section(tour: Tour) -> Iterator[str]:
         for site in tour.table.sites
     ]
     groups = dict.fromkeys(class_group(head.classes[0].name) for head in tour.table.heads if head.classes)
-    legend = "".join(f"<span>{draw_badge(group)} {escape(group)}</span>" for group in groups)
+    legend = "".join(f"<span>{draw_badge(group)} {escape_html(group)}</span>" for group in groups)
     ramp = "".join(f'<i class="b{shade}"></i>' for shade in range(9))
     bars = (
         "" if not tour.importance else '<span><b class="swatch"></b> importance: loss increase without the head</span>'
@@ -99,7 +98,7 @@ def _map_section(tour: Tour) -> Iterator[str]:
     yield from _section(
         "What every head attends to",
         "A cell is a head: rows are the tokens that are read or written, columns the tokens it looks at. The letter is "
-        f"its strongest class over {escape(tour.table.texts)}.",
+        f"its strongest class over {escape_html(tour.table.texts)}.",
         f'<div class="headmap">{"".join(rows)}</div>',
         f'<p class="legend">{legend}<span class="ramp">weight 0 {ramp} 1, square root</span>{bars}{removed}</p>',
     )
@@ -116,7 +115,7 @@ def _map_cell(tour: Tour, head: HeadMeasures, most: float, removed: bool) -> str
         bar = draw_bar(importance.value / most, f"importance {importance.value:.3g}")
     classes = "cell removed" if removed else "cell"
     return (
-        f'<figure class="{classes}" title="{escape(label)}">{draw_thumbnail(weights, label)}'
+        f'<figure class="{classes}" title="{escape_html(label)}">{draw_thumbnail(weights, label)}'
         f"<figcaption>{draw_badge(name)}<span>H{head.head}</span></figcaption>{bar}</figure>"
     )
 
@@ -125,9 +124,10 @@ def _heads_section(tour: Tour) -> Iterator[str]:
     if not tour.views:
         return
     figures = [
-        f'<figure class="panel"><h3>{draw_badge(view.class_name)} {escape(view.name)}</h3>'
+        f'<figure class="panel"><h3>{draw_badge(view.class_name)} {escape_html(view.name)}</h3>'
         f'<div class="scroll">{draw_heat_map(view.weights, view.queries, view.keys, view.name)}</div>'
-        f"<figcaption><b>{escape(class_group(view.class_name))}</b>: {escape(view.evidence)}.</figcaption></figure>"
+        f"<figcaption><b>{escape_html(class_group(view.class_name))}</b>: {escape_html(view.evidence)}.</figcaption>"
+        "</figure>"
         for view in tour.views
     ]
     yield from _section(
@@ -145,15 +145,16 @@ def _ablation_section(tour: Tour) -> Iterator[str]:
     if ablation is None:
         return
     rows = [
-        f'<tr><td>{escape(source)}</td><td lang="zh">{escape(before)}</td><td lang="zh">{_mark_changes(before, after)}'
+        f'<tr><td>{escape_html(source)}</td><td lang="zh">{escape_html(before)}</td>'
+        f'<td lang="zh">{_mark_changes(before, after)}'
         f"</td></tr>"
         for source, before, after in ablation.outputs
     ]
     yield from _section(
         "One head ablated",
-        f"Every head was ablated alone, over {ablation.texts} held-out texts. Without <b>{escape(ablation.site)} head "
-        f"{ablation.head}</b> the loss rises by <b>{ablation.value:.3g}</b> (95% interval {ablation.low:.3g} to "
-        f"{ablation.high:.3g}), the most of all heads.",
+        f"Every head was ablated alone, over {ablation.texts} held-out texts. Without <b>"
+        f"{escape_html(ablation.site)} head {ablation.head}</b> the loss rises by <b>{ablation.value:.3g}</b> (95% "
+        f"interval {ablation.low:.3g} to {ablation.high:.3g}), the most of all heads.",
         '<div class="scroll"><table><thead><tr><th>source</th><th>with the head</th><th>without it</th></tr></thead>',
         f"<tbody>{''.join(rows)}</tbody></table></div>",
     )
@@ -162,9 +163,9 @@ def _ablation_section(tour: Tour) -> Iterator[str]:
 def _mark_changes(before: str, after: str) -> str:
     """The output without the head; characters that differ from the output with it are marked."""
     if before == after:
-        return f"{escape(after)} <small>unchanged</small>"
+        return f"{escape_html(after)} <small>unchanged</small>"
     marked = [
-        escape(char) if n < len(before) and before[n] == char else f"<mark>{escape(char)}</mark>"
+        escape_html(char) if n < len(before) and before[n] == char else f"<mark>{escape_html(char)}</mark>"
         for n, char in enumerate(after)
     ]
     return "".join(marked).replace("</mark><mark>", "")
@@ -186,11 +187,11 @@ def _pruning_section(tour: Tour) -> Iterator[str]:
     ]
     yield from _section(
         "Half of the heads pruned, and proved",
-        f"{escape(proof['what'])}. Then the smaller model was retrained for {data['steps']} steps to give the outputs "
-        "of the original. Removed heads are hatched in the map above.",
+        f"{escape_html(proof['what'])}. Then the smaller model was retrained for {data['steps']} steps to give the "
+        "outputs of the original. Removed heads are hatched in the map above.",
         '<div class="bars" role="img" aria-label="exact match">',
         *(
-            f"<span>{escape(name)}</span>{draw_bar(value, f'{name}: {value:.1%}')}"
+            f"<span>{escape_html(name)}</span>{draw_bar(value, f'{name}: {value:.1%}')}"
             f'<span class="num">{value:.1%}</span><span class="num muted">{low:.1%} to {high:.1%}</span>'
             for name, value, low, high in bars
         ),
@@ -204,8 +205,8 @@ def _pruning_section(tour: Tour) -> Iterator[str]:
 def _comparison_table(data: Mapping[str, Any]) -> str:
     rows = [row for row in before_after.comparison_rows(data) if not row.name.startswith(("exact match", "  "))]
     body = "".join(
-        f"<tr><td>{escape(row.name)}</td>"
-        + "".join(f'<td class="num">{escape(cell)}</td>' for cell in row[1:])
+        f"<tr><td>{escape_html(row.name)}</td>"
+        + "".join(f'<td class="num">{escape_html(cell)}</td>' for cell in row[1:])
         + "</tr>"
         for row in rows
     )
@@ -220,7 +221,7 @@ def _proof_checks(proof: Mapping[str, Any]) -> Iterator[str]:
         state = "ok" if check["same"] else "bad"
         mark = "equal" if check["same"] else "NOT equal"
         numbers = f"largest difference {check['apart']:.1e}, allowed {check['allowed']:.1e} ({check['dtype']})"
-        yield f'<li class="{state}"><b>{mark}</b> {escape(check["what"])}: {escape(numbers)}</li>'
+        yield f'<li class="{state}"><b>{mark}</b> {escape_html(check["what"])}: {escape_html(numbers)}</li>'
     yield "</ul>"
 
 
@@ -230,5 +231,7 @@ def _next_section(tour: Tour) -> Iterator[str]:
         (f"headwise view {tour.folder}/pruned", "the pruned model"),
         ("headwise view path/to/model --text '...'", "your own model"),
     )
-    items = "".join(f"<li><code>{escape(command)}</code><span>{escape(text)}</span></li>" for command, text in commands)
+    items = "".join(
+        f"<li><code>{escape_html(command)}</code><span>{escape_html(text)}</span></li>" for command, text in commands
+    )
     yield from _section("Next", "", f'<ul class="next">{items}</ul>')

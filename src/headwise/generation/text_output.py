@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from tokenizers import Encoding, Tokenizer
 
+from ..data.tokenizer_calls import decode_tokens, encode_tokens, parse_tokenizer
 from ..errors import SpecError, UnknownToken
 from ..model_spec import ProcessorSpec
 from ..models.save_load import check_processor
@@ -22,7 +23,7 @@ class ModelTokenizer:
     """Wraps a `tokenizers` document (its JSON text); `specials` as in `ProcessorSpec`."""
 
     def __init__(self, document: str, specials: str = "text") -> None:
-        self._tokenizer = Tokenizer.from_str(document)
+        self._tokenizer = parse_tokenizer(document)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._specials = specials
@@ -39,8 +40,10 @@ class ModelTokenizer:
     def _encode(self, text: str, specials: str | None) -> Encoding:
         self._tokenizer.encode_special_tokens = (specials or self._specials) == "text"
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        except Exception:  # tokenizers without an unknown token raise a bare Exception
+            encoding = encode_tokens(self._tokenizer, text, add_special_tokens=False)
+        except SpecError as error:
+            if not isinstance(error.__cause__, Exception):  # a panic, and not a text without an unknown token
+                raise
             raise UnknownToken(_unknown_text_message(text, *self._first_unknown_char(text))) from None
         if self._unknown_id in encoding.ids:
             start, stop = encoding.offsets[encoding.ids.index(self._unknown_id)]
@@ -49,7 +52,7 @@ class ModelTokenizer:
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""
-        return self._tokenizer.decode(list(ids))
+        return decode_tokens(self._tokenizer, ids)
 
     def id(self, token: str) -> int | None:
         """Return the id of a token, or None if there is no such token."""
@@ -62,8 +65,8 @@ class ModelTokenizer:
     def _first_unknown_char(self, text: str) -> tuple[int, int]:
         for at, char in enumerate(text):
             try:
-                self._tokenizer.encode(char, add_special_tokens=False)
-            except Exception:  # see _encode
+                encode_tokens(self._tokenizer, char, add_special_tokens=False)
+            except SpecError:  # see _encode
                 return at, at + 1
         return 0, len(text)
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from ..data import IGNORE_INDEX
+from ..data.tokenizer_calls import parse_tokenizer
 from ..errors import suggest
 from ..inspect.forward_arguments import find_ids_argument
 from ..inspect.model_inputs import ModelInputs, is_encoder_decoder, prepare_inputs
@@ -71,7 +71,7 @@ def find_mask_id(model: nn.Module) -> int | None:
     if isinstance(model, Transformer):
         if model.usage.mask is not None or model.usage.tokenizer is None:
             return model.usage.mask
-        tokenizer: Tokenizer | None = Tokenizer.from_str(model.usage.tokenizer)
+        tokenizer: Tokenizer | None = parse_tokenizer(model.usage.tokenizer)
     else:
         tokenizer = find_tokenizer(model)
         if tokenizer is None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save as tensor_bytes
-from tokenizers import Tokenizer, processors
+from tokenizers import processors
 from torch import Tensor, nn
 
 from .. import models
+from ..data.tokenizer_calls import parse_tokenizer
 from ..errors import SpecError
 from ..families import get_weight_names, read_model_spec as described_by, write_config
 from ..families.weight_names import CheckpointPlan
@@ -284,7 +285,7 @@ def _set_max_length(config: dict[str, Any], length: int) -> dict[str, Any]:
 def _tokenizer_json(usage: ProcessorSpec) -> str:
     """The tokenizer document, changed if needed to add the ids before and behind a text."""
     document = usage.tokenizer or ""
-    tokenizer = Tokenizer.from_str(document)
+    tokenizer = parse_tokenizer(document)
     if get_surrounding_ids(tokenizer) == (usage.before, usage.behind):
         return document
     token_names = {token_id: tokenizer.id_to_token(token_id) for token_id in (*usage.before, *usage.behind)}
@@ -304,7 +305,7 @@ def _tokenizer_json(usage: ProcessorSpec) -> str:
 
 def _tokenizer_config(usage: ProcessorSpec) -> dict[str, Any]:
     """Config that makes transformers read tokenizer.json as it is, instead of the default tokenizer of the family."""
-    tokenizer = Tokenizer.from_str(usage.tokenizer or "")
+    tokenizer = parse_tokenizer(usage.tokenizer or "")
     ids = _token_ids(usage)
     end_ids = ids["eos_token_id"]
     special_ids = {"bos_token": ids["bos_token_id"], "eos_token": end_ids[0] if isinstance(end_ids, list) else end_ids}

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
 from torch import nn
 
+from ..data.tokenizer_calls import parse_tokenizer
 from ..data.vocabulary import ByteVocabulary
 from ..errors import SpecError
 from ..inspect.model_tokenizer import (
@@ -111,7 +111,7 @@ def _read_tokenizer(folder: Path) -> dict[str, Any]:
     path = folder / TOKENIZER_FILE
     try:
         document = path.read_text(encoding="utf-8")
-        tokenizer = Tokenizer.from_str(document)
+        tokenizer = parse_tokenizer(document)
     except Exception as error:  # the library raises plain Exception
         raise SpecError(f"{path} is not a tokenizer document: {error}; copy the file again") from None
     before, behind = get_surrounding_ids(tokenizer)
@@ -185,7 +185,7 @@ def _use_file(path: Path, usage: ProcessorSpec, tokens: int) -> ProcessorSpec:
         return replace(usage, before=(BOS_ID,), end=(BOS_ID,), tokenizer=make_tokenizer_json(path, tokens))
     try:
         text = data.decode()
-        tokenizer = Tokenizer.from_str(text)
+        tokenizer = parse_tokenizer(text)
     except Exception as error:  # the library raises plain Exception
         raise SpecError(f"{path} is not a tokenizer document: {error}; give a tokenizer.json") from None
     before, behind = get_surrounding_ids(tokenizer)

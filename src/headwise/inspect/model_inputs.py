@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from ..data.tokenizer_calls import decode_tokens, encode_tokens
 from ..errors import SequenceTooLong, SpecError
 from ..generation import ModelTokenizer, encode_text, get_decoder_start_ids, load_tokenizers, max_positions, pad_left
 from ..models import Transformer
@@ -381,7 +382,7 @@ def _pad(row: Sequence[Any], gap: Sequence[Any], left: bool) -> tuple[Any, ...]:
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> TokenRow:
-    encoding = tokenizer.encode(text)
+    encoding = encode_tokens(tokenizer, text)
     words = tuple(
         token if special else text[start:stop] or token
         for token, special, (start, stop) in zip(
@@ -393,6 +394,6 @@ def _encode(tokenizer: Tokenizer, text: str) -> TokenRow:
 
 def _make_decoder(tokenizer: Tokenizer) -> TokenDecoder:
     def decode_token(token_id: int) -> str:
-        return tokenizer.decode([token_id]) or tokenizer.id_to_token(token_id) or str(token_id)
+        return decode_tokens(tokenizer, [token_id]) or tokenizer.id_to_token(token_id) or str(token_id)
 
     return decode_token

@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from torch import nn
 
+from ..data.tokenizer_calls import encode_tokens, parse_tokenizer, read_tokenizer_file
 from ..data.vocabulary import ByteVocabulary
 from ..errors import SpecError
 from ..model_spec import ModelSpec, ProcessorSpec
@@ -78,7 +79,7 @@ def read_tokenizer(tokenizer: object) -> Tokenizer:
     [110, 195, 169]
     """
     if isinstance(tokenizer, str) and tokenizer == BYTE_TOKENIZER:
-        return Tokenizer.from_str(ByteVocabulary().document)
+        return parse_tokenizer(ByteVocabulary().document)
     if isinstance(tokenizer, (str, Path)):
         return _without_limits(_read_file(Path(tokenizer)))
     fast = _find_fast_tokenizer(tokenizer)
@@ -91,10 +92,7 @@ def _read_file(path: Path) -> Tokenizer:
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if not file.is_file():
         raise SpecError(f"there is no tokenizer at {str(file)!r}; give {TOKENIZER_KINDS}")
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception
-        raise SpecError(f"{file} is not a tokenizer document: {error}; give {TOKENIZER_KINDS}") from None
+    return read_tokenizer_file(file)
 
 
 def _find_fast_tokenizer(tokenizer: Any) -> Tokenizer | None:
@@ -107,7 +105,7 @@ def _find_fast_tokenizer(tokenizer: Any) -> Tokenizer | None:
 
 def _without_limits(tokenizer: Tokenizer) -> Tokenizer:
     """A copy without truncation and padding."""
-    unlimited = Tokenizer.from_str(tokenizer.to_str())
+    unlimited = parse_tokenizer(tokenizer.to_str())
     unlimited.no_truncation()
     unlimited.no_padding()
     return unlimited
@@ -121,7 +119,8 @@ def get_surrounding_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[in
         added.content for added in tokenizer.get_added_tokens_decoder().values()
     }
     # Encode the shortest word of the vocabulary, because some tokenizers encode unknown words as nothing.
-    encoding = tokenizer.encode(min(words, key=lambda word: (not word.isalnum(), len(word), word), default=""))
+    shortest = min(words, key=lambda word: (not word.isalnum(), len(word), word), default="")
+    encoding = encode_tokens(tokenizer, shortest)
     text_positions = [position for position, special in enumerate(encoding.special_tokens_mask) if not special]
     first, last = (
         (text_positions[0], text_positions[-1] + 1) if text_positions else (len(encoding.ids), len(encoding.ids))

@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as read_tensors, save as tensor_bytes
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from .. import __version__
+from ..data.tokenizer_calls import parse_tokenizer
 from ..errors import SpecError
+from ..escaping import escape_markdown
 from ..files import sha256, write_atomically
 from ..model_spec import ModelSpec, ModelTable, ProcessorSpec, StackSpec
 from ..model_spec.components import TOKENIZER_FIELDS
@@ -60,7 +61,7 @@ def _vocab_size(stack: StackSpec) -> int:
 
 def _check_tokenizer(spec: ModelSpec, document: str, where: str) -> None:
     try:
-        size = 1 + max(Tokenizer.from_str(document).get_vocab().values(), default=-1)
+        size = 1 + max(parse_tokenizer(document).get_vocab().values(), default=-1)
     except Exception as error:  # tokenizers raises bare Exception
         raise SpecError(f"{where} is not a tokenizer document: {error}; give Tokenizer.to_str()") from None
     tables = [tokens for stack in spec.stacks if (tokens := _vocab_size(stack))]
@@ -241,7 +242,7 @@ def _model_card_text(net: Transformer, readme: str) -> str:
     num_params = sum(p.numel() for p in net.parameters())
     dtype = str(next(net.parameters()).dtype).removeprefix("torch.")
     layers = " and ".join(f"{len(stack.layers)} layers of {stack.model}" for stack in spec.stacks)
-    lines = [f"# {spec.name}", ""]
+    lines = [f"# {escape_markdown(spec.name)}", ""]
     lines += [f"A model of kind {spec.kind}: {layers}, {num_params:,} parameters in {dtype}."]
     lines += [f"Written by headwise {__version__}; `headwise.load(folder)` reads it.", ""]
     lines += [readme.strip(), ""] if readme.strip() else []

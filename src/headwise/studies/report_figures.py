@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import NamedTuple
 
 from ..costs.cost_plots import spread_labels
+from ..escaping import escape_svg
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; more series repeat them with dashed lines.
 SERIES_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d1f", "#7f7f7f")
@@ -112,7 +112,7 @@ def strip_figure(
     for number, (name, seeds) in enumerate(rows.items()):
         y = TOP + ROW_HEIGHT * (number + 0.5)
         weight = ' font-weight="700"' if name in bold else ""
-        parts.append(f'<text x="{LEFT + 80}" y="{y + 4:.1f}" text-anchor="end"{weight}>{escape(name)}</text>')
+        parts.append(f'<text x="{LEFT + 80}" y="{y + 4:.1f}" text-anchor="end"{weight}>{escape_svg(name)}</text>')
         mean = means[name]
         if math.isfinite(mean.value):
             parts.append(f'<line class="interval" x1="{x(mean.low):.1f}" x2="{x(mean.high):.1f}" y1="{y}" y2="{y}"/>')
@@ -120,7 +120,7 @@ def strip_figure(
         for n, value in enumerate(seeds, 1):
             parts.append(
                 f'<circle class="seed" cx="{x(value):.1f}" cy="{y:.1f}" r="3.5">'
-                f"<title>{escape(name)}, seed {n}: {value:.4g}</title></circle>"
+                f"<title>{escape_svg(name)}, seed {n}: {value:.4g}</title></circle>"
             )
     return _svg(height, parts, f"{label} of every seed, by variant")
 
@@ -148,7 +148,7 @@ def scatter_figure(points: Mapping[str, tuple[float, Span]], x_label: str, y_lab
         parts.append(
             f'<g{faded}><line stroke="{colour}" x1="{x(cost):.1f}" x2="{x(cost):.1f}" y1="{y(mean.low):.1f}" '
             f'y2="{y(mean.high):.1f}"/><circle fill="{colour}" cx="{x(cost):.1f}" cy="{y(mean.value):.1f}" r="4">'
-            f"<title>{escape(title)}</title></circle>"
+            f"<title>{escape_svg(title)}</title></circle>"
             f'<line class="leader" x1="{x(cost) + 5:.1f}" y1="{y(mean.value):.1f}" x2="{WIDTH - LABEL_WIDTH + 2}" '
             f'y2="{labels[number]:.1f}"/>{_label(labels[number], name, colour, bold=on_front)}</g>'
         )
@@ -169,7 +169,7 @@ def curve_figure(curves: Mapping[str, Sequence[tuple[float, float]]], x_label: s
         path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in points if math.isfinite(value))
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
         parts.append(
-            f'<polyline class="curve" stroke="{colour}"{dashed} points="{path}"><title>{escape(name)}</title>'
+            f'<polyline class="curve" stroke="{colour}"{dashed} points="{path}"><title>{escape_svg(name)}</title>'
             f"</polyline>{_label(labels[number], name, colour, dash)}"
         )
     return _svg(TOP + PLOT_HEIGHT + BOTTOM, parts, f"{y_label} against {x_label}, by variant")
@@ -201,14 +201,14 @@ def _label(y: float, name: str, colour: str, dash: str = "", bold: bool = False)
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     return (
         f'<line class="sample" stroke="{colour}"{dashed} x1="{left + 6}" x2="{left + 22}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        f'<text x="{left + 26}" y="{y + 4:.1f}"{weight}>{escape(name)}</text>'
+        f'<text x="{left + 26}" y="{y + 4:.1f}"{weight}>{escape_svg(name)}</text>'
     )
 
 
 def _mark(x: float, y: float, kind: str, title: str) -> str:
     return (
         f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{y:.1f}" y2="{y + 12:.1f}">'
-        f"<title>{escape(title)}</title></line>"
+        f"<title>{escape_svg(title)}</title></line>"
     )
 
 
@@ -219,7 +219,7 @@ def _x_axis(x: Scale, y: float, label: str) -> Iterator[str]:
         yield f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{y}" y2="{y + 4}"/>'
         yield f'<text x="{at:.1f}" y="{y + 16}" text-anchor="middle">{format_tick(tick)}</text>'
     middle = (x.start + x.end) / 2
-    yield f'<text class="label" x="{middle:.0f}" y="{y + 32}" text-anchor="middle">{escape(label)}</text>'
+    yield f'<text class="label" x="{middle:.0f}" y="{y + 32}" text-anchor="middle">{escape_svg(label)}</text>'
 
 
 def _y_axis(y: Scale, label: str, right: float) -> Iterator[str]:
@@ -229,11 +229,11 @@ def _y_axis(y: Scale, label: str, right: float) -> Iterator[str]:
         yield f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{format_tick(tick)}</text>'
     middle = (y.start + y.end) / 2
     turned = f"translate(13 {middle:.0f}) rotate(-90)"
-    yield f'<text class="label" transform="{turned}" text-anchor="middle">{escape(label)}</text>'
+    yield f'<text class="label" transform="{turned}" text-anchor="middle">{escape_svg(label)}</text>'
 
 
 def _svg(height: float, parts: Sequence[str], title: str) -> str:
     return (
-        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}" '
+        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape_svg(title)}" '
         f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from html import escape
 
+from ..escaping import escape_html
 from .report_figures import Span, curve_figure, scatter_figure, strip_figure
 from .study_file import StudyTask
 from .study_report import ReportTable, StudyReport, describe_protocol
@@ -45,14 +45,14 @@ def render_page(report: StudyReport) -> str:
     """The page: no script, no remote address."""
     study = report.results.study
     body = [
-        f"<h1>{escape(study.name)}</h1>",
+        f"<h1>{escape_html(study.name)}</h1>",
         f'<p class="muted">{len(study.variants)} variants, {len(study.tasks)} tasks, {len(study.seeds)} seeds</p>',
-        f'<p class="hypothesis"><b>Hypothesis, stated before the runs.</b> {escape(study.hypothesis)}</p>',
+        f'<p class="hypothesis"><b>Hypothesis, stated before the runs.</b> {escape_html(study.hypothesis)}</p>',
         "<h2>What can be claimed</h2>",
         _list(report.claims, "claims"),
     ]
     for task in study.tasks.values():
-        body.append(f"<h2>{escape(task.name)}</h2>")
+        body.append(f"<h2>{escape_html(task.name)}</h2>")
         body.append(f'<div class="figures">{"".join(_figures(report, task))}</div>')
         tables = (report.score_table(task), report.slice_table(task), report.head_table(task))
         body += [_table(table) for table in tables if table is not None]
@@ -64,7 +64,7 @@ def render_page(report: StudyReport) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{escape(study.name)}: headwise study</title><style>{STYLE}</style></head>"
+        f"<title>{escape_html(study.name)}: headwise study</title><style>{STYLE}</style></head>"
         f"<body>{''.join(body)}</body></html>\n"
     )
 
@@ -120,24 +120,24 @@ def _sort_key(value: float, higher_is_better: bool) -> float:
 
 
 def _figure(svg: str, caption: str) -> str:
-    return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+    return f"<figure>{svg}<figcaption>{escape_html(caption)}</figcaption></figure>"
 
 
 def _list(lines: Sequence[str], kind: str) -> str:
-    return f'<ul class="{kind}">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
+    return f'<ul class="{kind}">{"".join(f"<li>{escape_html(line)}</li>" for line in lines)}</ul>'
 
 
 def _table(table: ReportTable) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in table.header)
+    head = "".join(f"<th>{escape_html(name)}</th>" for name in table.header)
     rows = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in table.rows)
-    caption = f"<caption>{escape(table.caption)}</caption>" if table.caption else ""
+    caption = f"<caption>{escape_html(table.caption)}</caption>" if table.caption else ""
     return (
-        f'<h3>{escape(table.title)}</h3><div class="wide"><table>{caption}<thead><tr>{head}</tr></thead>'
+        f'<h3>{escape_html(table.title)}</h3><div class="wide"><table>{caption}<thead><tr>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
 
 
 def _cell(text: str) -> str:
     if text.startswith("**"):
-        return f"<td><b>{escape(text.strip('*'))}</b></td>"
-    return f"<td>{escape(text)}</td>"
+        return f"<td><b>{escape_html(text.strip('*'))}</b></td>"
+    return f"<td>{escape_html(text)}</td>"

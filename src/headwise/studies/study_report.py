@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..escaping import make_visible
 from ..files import write_atomically
 from ..output_paths import check_output
 from .seed_statistics import SIGNIFICANCE, VariantScore, bootstrap_mean, score_variants
@@ -309,7 +310,7 @@ def write_report(results: StudyResults, out: Path | str) -> StudyReport:
 
 
 def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in map(make_visible, cells)) + " |"
 
 
 def _number(value: float) -> str:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..escaping import escape_markdown
 from ..files import write_atomically
 from ..head_analysis.head_figures import FIGURE_THEMES
 from ..head_analysis.importance_methods import SIGNIFICANCE_LEVEL
@@ -389,7 +390,9 @@ def to_report_data(curves: PruningCurves) -> dict[str, Any]:
 
 def render_report(curves: PruningCurves, figure_names: list[str]) -> str:
     """Return the report as a Markdown page: setup, findings, tables, and how to reproduce it."""
-    parts = [[f"# {to_one_line(curves.model)}: quality against heads kept", "", *wrap_text(_describe_setup(curves))]]
+    parts = [
+        [f"# {escape_markdown(curves.model)}: quality against heads kept", "", *wrap_text(_describe_setup(curves))]
+    ]
     parts.append(
         [
             "## Findings",

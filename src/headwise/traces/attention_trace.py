@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import suggest
+from ..escaping import make_visible
 from .attention_record import Array, AttentionRecord, PackedMask, TokenRow
 
 # --- Pictures of weights: a cell shows the largest weight in it, because a mean would lose thin lines ---
@@ -261,8 +262,7 @@ def escape_token(token: str) -> str:
     >>> escape_token("a\\x1b[2J b")
     'a\\\\x1b[2J·b'
     """
-    shown = token.replace(" ", "·")
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown)
+    return make_visible(token.replace(" ", "·"))
 
 
 def format_bytes(num_bytes: float) -> str:

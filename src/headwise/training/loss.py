@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from ..data import IGNORE_INDEX, Batch, Task
+from ..data.tokenizer_calls import parse_tokenizer
 from ..errors import SpecError
 from ..interfaces.core_types import AuxLosses
 from ..model_spec import ModelSpec, StackSpec
@@ -117,7 +117,7 @@ def has_same_vocabulary(document: str | None, other: str | None) -> bool:
     """Whether two tokenizer.json documents map the same tokens to the same ids."""
     if document is None or other is None:
         return False
-    return Tokenizer.from_str(document).get_vocab() == Tokenizer.from_str(other).get_vocab()
+    return parse_tokenizer(document).get_vocab() == parse_tokenizer(other).get_vocab()
 
 
 def _vocabulary_size(stack: StackSpec) -> int:

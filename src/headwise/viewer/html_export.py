@@ -12,11 +12,11 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import SpecError
+from ..escaping import escape_html, make_visible
 
 STATIC = Path(__file__).with_name("static")
 DATA_ID, MOUNT_ID = "headwise-data", "app"
@@ -103,11 +103,11 @@ def render_html(data: Mapping[str, Any], title: str, assets: PageAssets | None =
             '<html lang="en">',
             "<head>",
             '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{escape(content_policy(assets))}">',
+            f'<meta http-equiv="Content-Security-Policy" content="{escape_html(content_policy(assets))}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="referrer" content="no-referrer">',
             '<meta name="color-scheme" content="light dark">',
-            f"<title>{escape(make_title(title))}</title>",
+            f"<title>{escape_html(make_title(title))}</title>",
             f"<style>{assets.style}</style>",
             "</head>",
             "<body>",
@@ -131,5 +131,4 @@ def make_title(name: str) -> str:
     >>> make_title("dates"), make_title("a\\u202eb")
     ('dates · headwise', 'a\\\\u202eb · headwise')
     """
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
-    return shown + TITLE_END
+    return make_visible(name) + TITLE_END

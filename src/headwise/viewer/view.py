@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import SpecError
+from ..escaping import escape_html
 from ..files import write_atomically
 from ..output_paths import Existing, FileKind, FolderKind, check_output
 from ..traces import Trace, load_trace, trace_from_weights
@@ -255,7 +256,7 @@ def frame_html(page: str, name: str) -> str:
     """
     style = f"width:100%;height:{FRAME_HEIGHT}px;border:0"
     return (
-        f'<iframe title="heads of {html.escape(name)}" sandbox="allow-scripts allow-downloads" '
+        f'<iframe title="heads of {escape_html(name)}" sandbox="allow-scripts allow-downloads" '
         f'srcdoc="{html.escape(page)}" style="{style}"></iframe>'
     )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...data.translation import SacreBleuScores, score_translations
+from ...escaping import escape_page
 from ...generation import PromptBatch, TextGenerator, encode_prompt
 from ...generation.decoding_config import DecodingConfig
 from ...generation.decoding_state import CompileDecision, ignore_decision
@@ -153,7 +154,7 @@ def _answer_to_dict(line: InputLine[list[int]], outputs: Sequence[GenerationOutp
 
 def _write_piece(piece: str) -> None:
     """Write part of a line and flush."""
-    sys.stdout.write(piece)
+    sys.stdout.write(escape_page(piece) if sys.stdout.isatty() else piece)
     sys.stdout.flush()
 
 

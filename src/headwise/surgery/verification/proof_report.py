@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from ...costs.cost_report import format_count
+from ...escaping import escape_markdown, escape_terminal
 from .efficiency import AttentionSize, CostPair
 from .model_comparison import HALF_TOLERANCE_STEPS, TOLERANCE_STEPS
 from .proof import ModelProof
@@ -21,7 +21,7 @@ def render_proof(proof: ModelProof) -> str:
     """Return the proof as a Markdown page."""
     parts = [
         [
-            f"# {to_one_line(proof.model)}: report of the changed model",
+            f"# {escape_markdown(proof.model)}: report of the changed model",
             "",
             *wrap_text(to_one_line(proof.what)),
             "",
@@ -44,9 +44,7 @@ def to_one_line(text: str, max_length: int = MAX_LINE_LENGTH) -> str:
     >>> to_one_line("a\\x1b[2J\\n b")
     'a\\\\x1b[2J b'
     """
-    line = re.sub(r"\s+", " ", text).strip()
-    escaped = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
-    return escaped if len(escaped) <= max_length else f"{escaped[: max_length - 1]}…"
+    return escape_terminal(text, max_length)
 
 
 def wrap_text(text: str, indent: str = "") -> list[str]:
