@@ -71,11 +71,11 @@ def find_mask_id(model: nn.Module) -> int | None:
     if isinstance(model, Transformer):
         if model.usage.mask is not None or model.usage.tokenizer is None:
             return model.usage.mask
-        tokenizer: Tokenizer | None = parse_tokenizer(model.usage.tokenizer)
+        tokenizer = parse_tokenizer(model.usage.tokenizer)
+    elif (found := find_tokenizer(model)) is None:
+        return None
     else:
-        tokenizer = find_tokenizer(model)
-        if tokenizer is None:
-            return None
+        tokenizer = found
     return next((mask_id for mask in MASK_TOKENS if (mask_id := tokenizer.token_to_id(mask)) is not None), None)
 
 
