@@ -110,7 +110,10 @@ CROSS_ATTENTION_NAME = re.compile(r"cross|enc_?dec|encoder_attn|multihead_attn",
 
 
 UNKNOWN_STACK = "model"  # stack name if neither path nor attributes identify encoder or decoder
-NOT_CONVERTIBLE = Ability(False, "headwise cannot load this model as its own, which pruning and conversion need")
+NOT_PRUNABLE = Ability(
+    False, "headwise cannot load this model as its own; declare its projections with hw.AttentionSite to prune it"
+)
+NOT_CONVERTIBLE = Ability(False, "headwise cannot load this model as its own, which conversion needs")
 
 
 class HeadSizes(NamedTuple):
@@ -158,7 +161,7 @@ def make_site(
         spec_reason="headwise has no spec for this module",
         observe=observe,
         ablate=ablate,
-        prune=NOT_CONVERTIBLE,
+        prune=NOT_PRUNABLE,
         convert=NOT_CONVERTIBLE,
     )
 
