@@ -213,7 +213,7 @@ def export(model: Transformer, folder: Path | str, *, form: str = "auto", max_le
     with the first difference if the written config would not describe the same model. `max_length` is written as
     max_position_embeddings of a model with rotary positions, which has no limit of its own.
 
-    >>> import headwise as hw, tempfile
+    >>> import headwise as hw, os, tempfile
     >>> net = hw.build(
     ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5})
     ... )
