@@ -63,12 +63,14 @@ def escape_html(text: str) -> str:
 
 
 def escape_svg(text: str) -> str:
-    """Return a text for an element or attribute of SVG, on one line; XML does not allow most control characters.
+    """Return a text for an element or a double-quoted attribute of SVG, on one line.
+
+    XML does not allow most control characters.
 
     >>> escape_svg('"a"\\x00')
     '&quot;a&quot;\\\\x00'
     """
-    return html.escape(escape_terminal(text))
+    return html.escape(escape_terminal(text)).replace("&#x27;", "'")
 
 
 def escape_markdown(text: str) -> str:
