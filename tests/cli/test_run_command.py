@@ -351,7 +351,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no share": (["T", LINES[0], "--top-p", "0", "--temperature", "1"], "--top-p 0 is no share; give a number above 0"),
     "idle": (["T", LINES[0], "--top-k", "5"], "top_k=5 has no effect: temperature=0"),
     "beams": (["T", LINES[0], "--beams", "64"], "beams=64 is more than the 63 tokens"),
-    "best": (["T", LINES[0], "--best", "2"], "give beams=2"),
+    "best": (["T", LINES[0], "--best", "2"], "give --beams 2"),
     "no tokens": (["T", LINES[0], "--max-new-tokens", "0"], "--max-new-tokens 0 is too small; give 1 or more"),
     "no batch": (["T", LINES[0], "--batch", "0"], "--batch 0 is too small"),
     "empty": (["T", ""], "is empty"),

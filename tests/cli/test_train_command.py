@@ -228,7 +228,7 @@ def test_ctrl_c_saves_the_current_step_and_prints_how_to_resume(
     assert err.splitlines()[-1] == f"headwise: interrupted at step 1; the checkpoint is in {tmp_path}; {remedy}"
     code, _, err = trained(capsys, *result)
     assert (code, err.count("\n")) == (2, 1)
-    assert "holds a run of 1 steps; continue it with resume='allowed' (--resume)" in err
+    assert "holds a run; continue it with --resume" in err
     code, out, err = trained(capsys, *result, "--resume", "--json")
     assert (code, json.loads(out)["steps"]) == (0, 3)
     assert "from step 1 on" in err
