@@ -221,6 +221,30 @@ def scaled() -> str:
     return benchmark_pages.backends_page()
 
 
+@generates
+def compared_tools() -> str:
+    """The tools that headwise is compared with."""
+    import comparison_page
+
+    return comparison_page.tools_table()
+
+
+@generates
+def compared_features() -> str:
+    """Features of headwise and of other tools, by group."""
+    import comparison_page
+
+    return comparison_page.feature_tables()
+
+
+@generates
+def compared_evidence() -> str:
+    """The tests and commands that show the marks of headwise."""
+    import comparison_page
+
+    return comparison_page.evidence_table()
+
+
 def conflicts_with_defaults() -> dict[type, list[str]]:
     """Conflicts of each part with the default choices."""
     return {cls: conflicts(cls) for cls in registered_parts()}
