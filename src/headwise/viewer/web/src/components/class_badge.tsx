@@ -40,7 +40,7 @@ export const LETTERS = Object.keys(BADGE_PATHS) as Letter[];
 export function classLetter(name: string | undefined): Letter {
   if (!name || name === "unclear") return "u";
   if (/sink/.test(name)) return "k";
-  if (/previous|next|self|offset|position|first/.test(name)) return "p";
+  if (/previous|next|self|offset|position|first|^neighbour$|^row$|^column$/.test(name)) return "p";
   if (/rare/.test(name)) return "r";
   if (/broad|global/.test(name)) return "b";
   if (/duplicate/.test(name)) return "d";

@@ -25,6 +25,11 @@ const WORDS: Record<string, { en: Words; zh: Words }> = {
   duplicate: { en: ["duplicate", "weight on other occurrences of the same token"], zh: ["重复词元", "同一词元其他出现处的权重"] },
   induction: { en: ["induction", "weight on tokens after an earlier occurrence of the same token"], zh: ["归纳", "同一词元先前出现处之后词元上的权重"] },
   rare: { en: ["rarest token", "share of rows whose largest weight is on the rarest token"], zh: ["最罕见词元", "最大权重落在最罕见词元上的行所占比例"] },
+  patch_distance: { en: ["patch distance", "distance between query and key, in patches"], zh: ["图块距离", "查询与键之间的距离，单位为图块"] },
+  same_patch: { en: ["same patch", "weight on the patch itself"], zh: ["同一图块", "图块自身上的权重"] },
+  neighbours: { en: ["neighbours", "weight on the 8 patches around the query"], zh: ["相邻图块", "查询周围 8 个图块上的权重"] },
+  same_row: { en: ["same row", "weight on other patches of the same row"], zh: ["同行", "同一行其他图块上的权重"] },
+  same_column: { en: ["same column", "weight on other patches of the same column"], zh: ["同列", "同一列其他图块上的权重"] },
   importance: { en: ["importance", "change of the loss when the head is ablated alone"], zh: ["重要性", "单独消融该头时损失的变化"] },
   divergence: { en: ["divergence", "Jensen-Shannon divergence of the two runs that the screen Diff compares, in nats"], zh: ["散度", "“对比”页所比较的两次运行之间的 Jensen–Shannon 散度，单位为纳特"] },
   "largest change": { en: ["largest change", "largest change of a weight between the two runs that the screen Diff compares"], zh: ["最大变化", "“对比”页所比较的两次运行之间权重的最大变化"] },
@@ -62,6 +67,9 @@ const CLASS_WORDS: Record<string, string> = {
   "rare-token": "罕见词元",
   broad: "宽泛",
   alignment: "对齐",
+  neighbour: "相邻图块",
+  row: "同行",
+  column: "同列",
 };
 
 /** The name of a head's class for readers, such as "previous", "offset -2" or "unclear". */
