@@ -110,7 +110,8 @@ def list_gpt3_compute_rows() -> Iterator[ArticleRow]:
 def list_gpt3_memory_rows() -> Iterator[ArticleRow]:
     """Yield training state, weights, activations and KV cache of GPT-3."""
     model, layers, width = read_model_spec("gpt3"), 96, 12_288
-    cost = estimate_cost(model, Workload(context=GPT3_LENGTH))
+    workload = Workload(context=GPT3_LENGTH)
+    cost = estimate_cost(model, workload)
     row, parameters = _row_maker("GPT-3"), cost.parameters.total
     article_state = OptimiserMemory.from_name("zhihu-624740065").bytes_per_parameter
     yield row(
