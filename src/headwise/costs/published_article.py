@@ -69,8 +69,8 @@ def flops_per_trained_token(model: ModelSpec, length: int) -> float:
     return ((counted["prefill"] or 0) + (counted["backward"] or 0) + recomputed) / length
 
 
-def list_gpt3_rows() -> Iterator[ArticleRow]:
-    """Yield the rows of GPT-3: 96 layers of width 12,288 with 96 heads."""
+def list_gpt3_compute_rows() -> Iterator[ArticleRow]:
+    """Yield parameters, FLOPs and training time of GPT-3: 96 layers of width 12,288 with 96 heads."""
     model = read_model_spec("gpt3")
     (layers, width, vocabulary), workload = (96, 12_288, 50_257), Workload(context=GPT3_LENGTH)
     cost = estimate_cost(model, workload)
@@ -99,6 +99,20 @@ def list_gpt3_rows() -> Iterator[ArticleRow]:
         (6 * GPT3_RUN.tokens * GPT3_RUN.parameters, trained),
         "the article counts parameters of tables, which are looked up, and leaves out scores, s h per layer and token",
     )
+    yield row(
+        "days, training on 1,024 A100",
+        "8 x tokens x parameters / (GPUs x peak x 0.45)",
+        _days(model, GPT3_RUN, GPT3_LENGTH, GPT3_RUN.peak_flops),
+        "headwise counts the products of one step with recomputed blocks instead of 8 per parameter",
+    )
+
+
+def list_gpt3_memory_rows() -> Iterator[ArticleRow]:
+    """Yield training state, weights, activations and KV cache of GPT-3."""
+    model, layers, width = read_model_spec("gpt3"), 96, 12_288
+    workload = Workload(context=GPT3_LENGTH)
+    cost = estimate_cost(model, workload)
+    row, parameters = _row_maker("GPT-3"), cost.parameters.total
     article_state = OptimiserMemory.from_name("zhihu-624740065").bytes_per_parameter
     yield row(
         "bytes, training state",
@@ -127,12 +141,6 @@ def list_gpt3_rows() -> Iterator[ArticleRow]:
         "4 b l h (s + n)",
         (4 * batch * layers * width * (prompt + generated), served.cache_bytes),
         "the last generated token is never read again, so headwise does not cache it",
-    )
-    yield row(
-        "days, training on 1,024 A100",
-        "8 x tokens x parameters / (GPUs x peak x 0.45)",
-        _days(model, GPT3_RUN, GPT3_LENGTH, GPT3_RUN.peak_flops),
-        "headwise counts the products of one step with recomputed blocks instead of 8 per parameter",
     )
 
 
@@ -223,6 +231,6 @@ ARTICLES: dict[str, Callable[[], tuple[str, tuple[ArticleRow, ...]]]] = {
     "624740065": lambda: (
         "zhuanlan.zhihu.com/p/624740065, on the parameters, FLOPs, memory and training time of decoder-only models: "
         "l layers of width h with a heads, a vocabulary of V tokens, b rows of s tokens and n generated ones",
-        (*list_gpt3_rows(), *list_llama_rows()),
+        (*list_gpt3_compute_rows(), *list_gpt3_memory_rows(), *list_llama_rows()),
     ),
 }
