@@ -30,9 +30,9 @@ REPORT = FolderKind("report", ("a",), lambda folder: ("a", "b*"))
 
 
 class Command(NamedTuple):
-    """A writing command. Its inputs do not exist, so that only a refusal of the output comes before that error.
+    """A writing command. Its inputs cannot be read, so that only a refusal of the output comes before that error.
 
-    - `argv`: its arguments; OUT is the output.
+    - `argv`: its arguments; OUT is the output, MODEL, TEXTS and TRACE are inputs that look right from outside.
     - `own`: writes an earlier output of this command to a path.
     - `continues`: it adds to its earlier output without --overwrite.
     """
@@ -75,28 +75,45 @@ def write_figure(path: Path) -> None:
 
 PAGE = render_html({}, "dates", PageAssets("", ""))
 RECORD = json.dumps({"format": 1, "kind": "ours", "change": {}, "source": {}, "files": {}})
-TEXTS = ("--data", "nowhere.txt")
+TEXTS = ("--data", "TEXTS")
 COMMANDS = {
-    "trace --out": Command(("trace", "nowhere", "--text", "a", "--out", "OUT"), write_trace, is_folder=False),
-    "trace --export": Command(("trace", "no.trace", "--export", "OUT"), write_weights(".csv"), is_folder=False),
+    "trace --out": Command(("trace", "MODEL", "--text", "a", "--out", "OUT"), write_trace, is_folder=False),
+    "trace --export": Command(("trace", "TRACE", "--export", "OUT"), write_weights(".csv"), is_folder=False),
     "view --export": Command(
         ("view", "no where", "--export", "OUT"), lambda path: path.write_text(PAGE), is_folder=False
     ),
     "cost --plot": Command(("cost", "nowhere", "--plot", "OUT"), write_figure, is_folder=False),
-    "heads": Command(("heads", "nowhere", *TEXTS, "--out", "OUT"), file("heads.json", "{}")),
-    "heads of a trace": Command(
-        ("heads", "no.trace", "--draw", "L0H0", "--out", "OUT"), file("head-a-0-light.svg", "")
-    ),
-    "prune": Command(("prune", "nowhere", *TEXTS, "--keep", "0.5", "--out", "OUT"), file("heads.json", RECORD)),
-    "prune --sweep": Command(("prune", "nowhere", *TEXTS, "--sweep", "--out", "OUT"), file("curves.json", "{}")),
-    "convert": Command(("convert", "nowhere", *TEXTS, "--kv", "1", "--out", "OUT"), file("heads.json", RECORD)),
-    "train": Command(("train", "nowhere", "--out", "OUT"), file("metrics.jsonl", ""), continues=True),
+    "heads": Command(("heads", "MODEL", *TEXTS, "--out", "OUT"), file("heads.json", "{}")),
+    "heads of a trace": Command(("heads", "TRACE", "--draw", "L0H0", "--out", "OUT"), file("head-a-0-light.svg", "")),
+    "prune": Command(("prune", "MODEL", *TEXTS, "--keep", "0.5", "--out", "OUT"), file("heads.json", RECORD)),
+    "prune --sweep": Command(("prune", "MODEL", *TEXTS, "--sweep", "--out", "OUT"), file("curves.json", "{}")),
+    "convert": Command(("convert", "MODEL", *TEXTS, "--kv", "1", "--out", "OUT"), file("heads.json", RECORD)),
+    "train": Command(("train", "TEXTS", "--model", "MODEL", "--out", "OUT"), file("metrics.jsonl", ""), continues=True),
     "study": Command(("study", "STUDY", "--out", "OUT"), file("study.json", '{"study": "a"}'), continues=True),
     "bench": Command(("bench", "attention_decode", "--out", "OUT"), file("bench.json", "{}")),
     "demo": Command(("demo", "--out", "OUT"), file("headwise.toml", ""), continues=True),
 }
 SUFFIXES = {"view --export": ".html", "cost --plot": ".svg", "trace --export": ".csv"}
 STUDY = Path(__file__).parents[1] / "studies" / "variants.toml"
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "model").mkdir()
+    (folder / "model" / "headwise.toml").write_text("format = 1\n")
+    (folder / "texts.txt").write_text("one\ntwo\nthree\n")
+    (folder / "a.trace").write_bytes(b"no trace")
+    names = {"MODEL": "model", "TEXTS": "texts.txt", "TRACE": "a.trace"}
+    return {word: str(folder / name) for word, name in names.items()} | {"STUDY": str(STUDY)}
+
+
+INPUTS = dict[str, str]()
+
+
+@pytest.fixture(autouse=True)
+def fill_inputs(inputs: dict[str, str]) -> None:
+    INPUTS.update(inputs)
 
 
 @pytest.fixture
@@ -123,7 +140,7 @@ def no_work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def run(name: str, out: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
     """The error of a command, which ends in one line; "" if it is about the input, so that the output was accepted."""
-    words = {"OUT": str(out), "STUDY": str(STUDY)}
+    words = {"OUT": str(out), **INPUTS}
     code = cli.main([*(words.get(word, word) for word in COMMANDS[name].argv), *options])
     captured = capsys.readouterr()
     assert (code, captured.out, captured.err.count("\n")) == (2, "", 1), captured.err

@@ -200,7 +200,7 @@ def test_the_command_prints_a_table_and_json(capsys, quick, tmp_path: Path):
     assert "sdpa overtakes dense at 1,000 tokens" in text
     assert "not the fastest at 64, 128, 256, 512 tokens" in text
     assert "dense scales with: tokens 2.00 ± 0.00" in out
-    assert cli.main(["bench", "--scaling", "window", "--json", "--out", str(tmp_path / "new")]) == 0
+    assert cli.main(["bench", "--scaling", "window", "--json", "--out", str(tmp_path / "new"), "--overwrite"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert list(data) == ["machine", "points", "powers", "order"]
     assert {one["kind"] for one in data["order"]} == {"a window of 128", "a window of 128, with gradients"}

@@ -99,5 +99,10 @@ def test_commands_score_answers(tmp_path: Path, capsys: pytest.CaptureFixture[st
     capsys.readouterr()
     assert cli.main(["heads", str(tmp_path / "net"), *texts]) == 2
     assert "--answer-after limits the loss of --importance" in capsys.readouterr().err
-    assert cli.main(["prune", "net", "--keep", "0.5", "--task", "dates", "--answer-after", "A:", "--out", "x"]) == 2
+    assert (
+        cli.main(
+            ["prune", str(tmp_path / "net"), "--keep", "0.5", "--task", "dates", "--answer-after", "A:", "--out", "x"]
+        )
+        == 2
+    )
     assert "--answer-after 'A:' needs lines of text; give them with --data FILE" in capsys.readouterr().err

@@ -65,7 +65,7 @@ def test_given_tokens_replace_those_of_the_folder(text: Path, tmp_path: Path):
     ("value", "message"),
     [
         (["--set", "task.tokens=bytes"], "has 290 rows, but the task's tokenizer has 256 tokens"),
-        (["--model", "{}/empty"], "holds neither headwise.toml nor config.json; give a folder that hw.save or"),
+        (["--model", "{}/empty"], "contains neither headwise.toml nor config.json; give a folder with a model"),
         (["--model", "{}/config"], "holds a config.json but neither model.safetensors nor"),
     ],
 )

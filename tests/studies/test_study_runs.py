@@ -225,7 +225,7 @@ def test_command(
         ([str(study_file), "--set", "steps"], "is not KEY=VALUE"),
         ([str(study_file), "--jobs", "-1"], "--jobs -1 is negative"),
         ([str(study_file), "--budget", "0"], "give a number above 0"),
-        ([str(tmp_path / "none.toml")], "cannot be read as a study"),
+        ([str(tmp_path / "none.toml")], "; give one that exists"),
     ]:
         assert main(["study", *wrong]) == 2
         assert words in capsys.readouterr().err

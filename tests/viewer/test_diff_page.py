@@ -77,7 +77,8 @@ def test_another_text_is_aligned_and_the_map_shows_the_divergence(page: Any):
         wait_until(page, "[...document.querySelectorAll('select')].some((one) => one.value === 'divergence')")
         page.get_by_role("link", name="Diff").click()
         page.keyboard.press("ArrowDown")
-        assert page.get_by_test_id("diff-change").is_visible()
+        page.get_by_test_id("diff-change").wait_for()
+        assert page.locator(".diff-tiles canvas").count() == 3
 
 
 def test_another_model_is_compared_by_its_name(page: Any, tmp_path: Path):

@@ -125,7 +125,8 @@ def test_the_keyboard_alone_walks_through_the_screens(page: Any):
             ("7", "Lab"),
             ("8", "Prune & convert"),
             ("9", "Steps E0 H0"),
-            ("0", "Cost"),
+            ("0", "Compare two runs"),
+            ("-", "Cost"),
             ("2", "Map"),
         ]:
             page.keyboard.press(digit)

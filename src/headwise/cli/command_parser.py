@@ -12,7 +12,7 @@ from ..errors import suggest
 
 TERMINAL_WIDTH = 80
 HELP_COLUMN = 24  # column in which the explanations start
-COMMANDS_WITHOUT_PARTS = ("demo", "bench")  # read no spec or model of the user
+COMMANDS_WITHOUT_PARTS = ("demo", "bench", "learn")  # read no spec or model of the user
 PART_FILES = "part_files"  # where the parser keeps --import until it has imported the files
 ONE_OR_MORE = (argparse.ONE_OR_MORE, argparse.ZERO_OR_MORE)
 

@@ -3,7 +3,16 @@
 `tests/cli/test_bad_arguments.py` compares each tuple with the names of the library.
 """
 
-IMPORTANCE_METHODS = ("leave-one-out", "shapley", "michel", "michel-code", "michel-bertology", "taylor", "taylor-size")
+IMPORTANCE_METHODS = (
+    "leave-one-out",
+    "shapley",
+    "michel",
+    "michel-code",
+    "michel-bertology",
+    "michel-bert",
+    "taylor",
+    "taylor-size",
+)
 IMPORTANCE_METHODS += ("lrp",)
 RANKING_METHODS = (*IMPORTANCE_METHODS, "random", "best")
 REMOVAL_ORDERS = (*RANKING_METHODS, "gates")

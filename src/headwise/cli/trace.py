@@ -40,6 +40,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if not args.min_weight >= 0:
         raise UsageError(f"--min-weight {args.min_weight} is not a weight; give 0 or more")
+    _check_outputs(args)
     check_suffix("--export", args.export, known_names.EXPORT_SUFFIXES)
     if args.model.endswith(TRACE_SUFFIX):
         if unused := [name for name in CAPTURE_OPTIONS if getattr(args, name) != parser.get_default(name)]:
@@ -47,7 +48,6 @@ def main(argv: list[str]) -> int:
                 f"--{unused[0].replace('_', '-')} applies when recording, but {args.model} is a trace; leave it out"
             )
         check_input_file("MODEL", args.model)
-        _check_outputs(args)
         from ..traces import load_trace
 
         trace = load_trace(args.model)
@@ -107,7 +107,6 @@ def _capture_trace(args: argparse.Namespace) -> Trace:
         value = getattr(args, name)
         if value is not None and value < minimum:
             raise UsageError(f"--{name.replace('_', '-')} {value} is too small; give {minimum} or more")
-    _check_outputs(args)
     check_model_path(args.model)
     check_input_file("--data", args.data)
     check_tokenizer(args.tokenizer)

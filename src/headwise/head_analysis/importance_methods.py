@@ -197,14 +197,10 @@ def make_forward(model: nn.Module, sites: Sequence[SiteModule], inputs: ModelInp
     return RepeatedForward(model, sites, inputs)
 
 
-# --- Importance methods --------------------------------------------------------------------------------
-
 NORMALISATIONS = ("", "layer")
 SIGNIFICANCE_LEVEL = 0.05
 MIN_NORM = 1e-20  # prevents division by zero, with the value of the code of 1905.10650
 ImportanceSums = Mapping[str, tuple[Array, Array]]  # site name -> sums [heads] and the counts to divide them by [heads]
-
-# --- Options and results -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -370,8 +366,6 @@ def _normalise_scores(scores: Array, options: ImportanceOptions) -> Array:
         return scores
     return scores / (np.linalg.norm(scores, axis=-1, keepdims=True) + MIN_NORM)
 
-
-# --- Methods -------------------------------------------------------------------------------------------
 
 CheckTime = Callable[[], None]
 GRANULARITIES = ("paper", "code", "bertology")

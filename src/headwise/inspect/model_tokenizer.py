@@ -24,7 +24,7 @@ from ..models.save_load import check_processor
 
 BYTE_TOKENIZER = "bytes"
 TOKENIZER_KINDS = "a tokenizer of transformers or tokenizers, a tokenizer.json or its folder, or 'bytes'"
-TOKENIZER_REMEDY = "give tokenizer=, as in tokenizer=AutoTokenizer.from_pretrained(name)"
+TOKENIZER_REMEDY = "give tokenizer=, one of transformers or the folder of one"
 
 _given: ContextVar[tuple[nn.Module, Tokenizer] | None] = ContextVar("given_tokenizer", default=None)
 

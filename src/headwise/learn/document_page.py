@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from html import escape
 from pathlib import Path
 
+from ..escaping import escape_html as escape
 from ..files import write_atomically
 from .catalogue import Document
 from .entry import Entry, Result, Verdict

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
+
+from ..escaping import escape_svg as escape
 
 CELL_WIDTH, CELL_HEIGHT, GAP, TOP, LEFT = 46, 26, 44, 26, 34
 FONT = 'font-family="system-ui, sans-serif" font-size="12"'

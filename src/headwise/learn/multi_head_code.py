@@ -136,7 +136,10 @@ def merged_tensor(*, tokens: int = 10) -> Outcome:
 def contiguous_copies(*, transposed: bool = False) -> Outcome:
     """Whether contiguous() copies a tensor that is contiguous, and one that is transposed."""
     x = sample(1, 5, 10, 8, 4)
-    copies = [tensor.contiguous().data_ptr() != tensor.data_ptr() for tensor in (x, x.transpose(1, 2))]
+    copies = [
+        tensor.contiguous().untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+        for tensor in (x, x.transpose(1, 2))
+    ]
     return judge(copies[1] if transposed else copies[0], contiguous=str(copies[0]), transposed=str(copies[1]))
 
 
