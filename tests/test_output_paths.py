@@ -219,7 +219,7 @@ def test_what_is_not_ours_stays(
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("view --export", "cost --plot")])
 def test_devices_stay(name: str, capsys: pytest.CaptureFixture[str]):
     device = Path("/dev/null")
-    words = {"OUT": str(device), "STUDY": str(STUDY)}
+    words = {"OUT": str(device), **INPUTS}
     assert cli.main([words.get(word, word) for word in COMMANDS[name].argv]) == 2
     assert "cannot write to /dev/null: it is a device" in capsys.readouterr().err
     assert device.is_char_device()

@@ -28,7 +28,7 @@ from headwise.surgery import conversion, head_alignment, head_selection, pruning
 from headwise.traces.import_export import EXPORT_SUFFIXES
 from headwise.training.loggers import LOGGERS
 from headwise.training.training_run import CHECKPOINT_FOLDER
-from headwise.viewer import model_targets
+from headwise.viewer import model_targets, view
 
 # The files that the arguments name; `model` looks like a folder of a model, so that only loading it would show that it
 # is not one.
@@ -252,6 +252,7 @@ NEED_TORCH = (
     "--out full",
     "no/where",
     "no/page.html",
+    "learn ",
     "--device",
     "--budget lots",
     "--draw",
@@ -291,6 +292,7 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
         (pretrained_models, "load_original"),
         (save_load, "load"),
         (model_targets, "load_target"),
+        (view, "load_target"),
     ):
         monkeypatch.setattr(module, name, loaded, raising=False)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy.spatial.distance import jensenshannon
 
 import headwise as hw
@@ -158,3 +159,15 @@ def test_heads_of_a_pruned_model_are_compared_with_those_that_they_were() -> Non
     with pytest.raises(ValueError, match=r"head 0 of .* was removed"):
         comparison.weights(site, 0)
     assert compare_traces(full, pruned).left_out == {site: "4 heads against 2"}
+
+
+def test_the_last_generated_token_is_no_query() -> None:
+    config = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 11}
+    net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
+    traces = [hw.trace(net, torch.tensor([[3, 1, 4]]), max_new_tokens=count, log=lambda _: None) for count in (4, 2)]
+    comparison = compare_traces(*traces)
+    assert len(comparison.alignments["text"].first) == 5
+    one, other = comparison.weights("decoder.1.attention", 2)
+    assert one.shape == other.shape == (4, 4)
+    np.testing.assert_allclose(one, other, atol=1e-6)
+    assert max(head.largest for head in comparison.heads) < 1e-6

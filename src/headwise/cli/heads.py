@@ -321,9 +321,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise UsageError("--normalise-layers needs scores to divide; add --importance METHOD")
     check_choice("--importance", args.importance, known_names.IMPORTANCE_METHODS)
     check_choice("--criteria", args.criteria, known_names.CRITERIA)
-    if (
-        args.conllu is args.align_files is args.task is args.images is None
-    ):  # their relations and links are further measures
+    if args.conllu is args.align_files is args.task is args.images is None:  # these have further measures
         check_choice("--sort", args.sort, _list_measures(args))
     check_positive("--budget", args.budget)
     if _parse_head_pair(args.pair) and args.out is None:

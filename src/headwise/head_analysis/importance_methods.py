@@ -32,9 +32,6 @@ from .resampling import (
     sign_flip_p_values,
 )
 
-# --- Partial forward passes ----------------------------------------------------------------------------
-
-
 # Arguments of a headwise model with which a forward pass can restart midway.
 STACK_ARGUMENTS = frozenset({"x", "sequence", "source", "source_sequence"})
 

@@ -48,10 +48,10 @@ class TokenAlignment(NamedTuple):
     first: Positions
     second: Positions
 
-    @property
-    def is_identity(self) -> bool:
-        """Whether every token corresponds to the one at the same position, as far as both rows go."""
-        return np.array_equal(self.first, self.second)
+    def within(self, first_count: int, second_count: int) -> TokenAlignment:
+        """The pairs among the first tokens of both rows: the last token that was generated is no query."""
+        count = min(np.searchsorted(self.first, first_count), np.searchsorted(self.second, second_count))
+        return TokenAlignment(self.first[:count], self.second[:count])
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,19 @@ class TraceComparison:
             raise ValueError(
                 f"{layer.name} was not compared: {self.left_out[layer.name]}; use one of {', '.join(self.sites)}"
             )
-        pairs, keys = self.alignments[layer.query_stream], self.alignments[layer.key_stream]
+        pairs, keys = self.aligned_tokens(layer)
         return (
             _read_queries(self.first, layer.name, head, pairs.first[queries], self.row)[:, keys.first],
             self.second_weights(layer, head, pairs.second[queries])[:, keys.second],
+        )
+
+    def aligned_tokens(self, layer: AttentionRecord) -> tuple[TokenAlignment, TokenAlignment]:
+        """The aligned queries and keys of a site of the first trace, as far as both traces have them."""
+        other = self.second.get_layer(self.sites[layer.name])
+        queries, keys = (_pairs(self.alignments, name) for name in (layer.query_stream, layer.key_stream))
+        return (
+            queries.within(layer.num_queries, other.num_queries),
+            keys.within(layer.num_keys, other.num_keys),
         )
 
     def second_weights(self, layer: AttentionRecord, head: int, positions: Positions) -> Array:
@@ -148,13 +157,13 @@ def compare_traces(
         for stream in first.streams
         if stream in second.streams
     }
+    comparison = TraceComparison(first, second, alignments, matches, (), left_out, row, kept)
     for site in list(matches):
         layer = first.get_layer(site)
-        empty = [name for name in (layer.query_stream, layer.key_stream) if not len(_pairs(alignments, name).first)]
-        if empty:
+        streams = zip((layer.query_stream, layer.key_stream), comparison.aligned_tokens(layer), strict=True)
+        if empty := [name for name, pairs in streams if not len(pairs.first)]:
             left_out[site] = f"no token of the {empty[0]} corresponds to one of the other trace"
             del matches[site]
-    comparison = TraceComparison(first, second, alignments, matches, (), left_out, row, kept)
     places = [(site, head) for site in matches for head in kept.get(site, range(first.get_layer(site).heads))]
     heads: list[HeadDifference] = []
     for site, head in places:
@@ -226,7 +235,7 @@ def _match_sites(
 
 
 def _compare_head(comparison: TraceComparison, layer: AttentionRecord, head: int) -> HeadDifference:
-    pairs, keys = comparison.alignments[layer.query_stream], comparison.alignments[layer.key_stream]
+    pairs, keys = comparison.aligned_tokens(layer)
     divergence = differences = entropy_change = 0.0
     largest, place = -1.0, (0, 0)
     for start, stop in query_blocks(len(pairs.first)):

@@ -155,7 +155,7 @@ def encode_comparison(comparison: TraceComparison, kind: str, name: str) -> byte
 def pool_difference(comparison: TraceComparison, site: str, head: int, cells: int) -> DifferenceTile:
     """The difference of one head, at most `cells` cells on each side."""
     layer = comparison.first.get_layer(site)
-    sides = [len(comparison.alignments[name].first) for name in (layer.query_stream, layer.key_stream)]
+    sides = [len(pairs.first) for pairs in comparison.aligned_tokens(layer)]
     queries, keys = (make_edges(0, count, min(cells, MAX_TILE_CELLS)) for count in sides)
     pooled = np.zeros((3, len(queries) - 1, len(keys) - 1), np.float32)
     for row, (start, stop) in enumerate(pairwise(queries)):

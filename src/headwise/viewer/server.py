@@ -242,7 +242,7 @@ class ViewServer:
         """The exact weights of both traces for the aligned pair number `query` and number `key`."""
         site, head = self._head(view, query)
         comparison, layer = view.get_comparison(), view.get_recorded().get_layer(site)
-        counts = [len(comparison.alignments[name].first) for name in (layer.query_stream, layer.key_stream)]
+        counts = [len(pairs.first) for pairs in comparison.aligned_tokens(layer)]
         place = query.integer("query", 0, counts[0] - 1), query.integer("key", 0, counts[1] - 1)
         return binary_response(encode_arrays({"weights": exact_pair(comparison, site, head, place)}))
 
