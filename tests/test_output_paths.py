@@ -91,6 +91,7 @@ COMMANDS = {
     "train": Command(("train", "TEXTS", "--model", "MODEL", "--out", "OUT"), file("metrics.jsonl", ""), continues=True),
     "study": Command(("study", "STUDY", "--out", "OUT"), file("study.json", '{"study": "a"}'), continues=True),
     "bench": Command(("bench", "attention_decode", "--out", "OUT"), file("bench.json", "{}")),
+    "learn": Command(("learn", "003-2.1", "--html", "OUT"), file("003.html", "")),
     "demo": Command(("demo", "--out", "OUT"), file("headwise.toml", ""), continues=True),
 }
 SUFFIXES = {"view --export": ".html", "cost --plot": ".svg", "trace --export": ".csv"}
@@ -134,6 +135,7 @@ def no_work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         "headwise.bench.session.MachineLimits.of_this_machine",
         "headwise.demo.sample_tour.run_sample_tour",
         "headwise.studies.study_runner.run_study",
+        "headwise.learn.document_page.render_document",
     ):
         monkeypatch.setattr(target, stop)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import add_json_argument, print_page, to_json
+from ..output_paths import stage_folder
+from .arguments import add_json_argument, add_overwrite_argument, existing_mode, print_page, to_json
 from .command_parser import CommandParser
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ def main(argv: list[str]) -> int:
     from ..learn.entry_text import format_entry, format_list, format_overview
 
     if args.html is not None:
-        return _write_pages(args.what, args.html, language)
+        return _write_pages(args, language)
     if args.list or args.what is None:
         documents = load_documents()
         if args.json:
@@ -60,20 +62,23 @@ def _parser() -> CommandParser:
     parser.add_argument("--list", action="store_true", help="name every entry with its state, and run nothing")
     parser.add_argument("--lang", choices=LANGUAGES, help="language of the texts (default: the locale's)")
     parser.add_argument("--html", metavar="DIR", help="write one page for each document, with figures")
+    add_overwrite_argument(parser)
     add_json_argument(parser)
     return parser
 
 
-def _write_pages(what: str | None, folder: str, language: str) -> int:
+def _write_pages(args: argparse.Namespace, language: str) -> int:
     from ..learn.catalogue import find_entries, load_documents
-    from ..learn.document_page import write_document_page
+    from ..learn.document_page import DOCUMENT_PAGES, write_document_page
     from ..learn.entry_text import Words
 
-    ids = None if what is None else list(dict.fromkeys(entry.document for entry in find_entries(what)))
-    for document in load_documents() if ids is None else load_documents(ids):
-        path = Path(folder) / f"{document.id}.html"
-        write_document_page(document, language, path)
-        print_page(f"{Words(language).phrase('wrote')} {path}")
+    ids = None if args.what is None else list(dict.fromkeys(entry.document for entry in find_entries(args.what)))
+    documents = load_documents() if ids is None else load_documents(ids)
+    with stage_folder(args.html, DOCUMENT_PAGES, existing_mode(args)) as folder:
+        for document in documents:
+            write_document_page(document, language, folder / f"{document.id}.html")
+    for document in documents:
+        print_page(f"{Words(language).phrase('wrote')} {Path(args.html) / f'{document.id}.html'}")
     return 0
 
 

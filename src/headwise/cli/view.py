@@ -100,6 +100,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise UsageError("--overwrite is for --export; give --export FILE, or leave --overwrite out")
     if args.compare is not None and not Path(args.compare).exists():
         raise UsageError(f"--compare {args.compare} does not exist; give a model folder or a .trace file")
+    if args.compare is not None and args.export is not None:
+        raise UsageError("--compare needs the live page; leave it out, or leave out --export")
     if not args.read_only:
         check_output(args.out, MODELS_FOLDER, "continue")
     if args.target is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..escaping import escape_html as escape
 from ..files import write_atomically
+from ..output_paths import FolderKind
 from .catalogue import Document
 from .entry import Entry, Result, Verdict
 from .entry_text import MARKS, Words, describe_study
@@ -16,9 +17,11 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-a
 CLASSES = {Verdict.HOLDS: "holds", Verdict.HOLDS_IF: "condition", Verdict.WRONG: "wrong", Verdict.NOT_RUN: "small"}
 
 
+DOCUMENT_PAGES = FolderKind("folder of documents", ("00[0-4].html",), lambda _: ("00[0-4].html",))
+
+
 def write_document_page(document: Document, language: str, path: Path) -> None:
     """Run all entries of a document and write its page."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, render_document(document, language).encode())
 
 
