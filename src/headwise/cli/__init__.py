@@ -4,6 +4,7 @@
 `command_parser` makes help texts and errors. `exit_status` turns every error into one line and an exit code.
 `arguments` parses what commands share: specs, presets, folders of models, `--set KEY=VALUE` and `--json`.
 `argument_checks` and `known_names` refuse bad values before a model is loaded.
+`environment_report` and `shell_completion` are the options --version --json and --completion of headwise itself.
 `text_arguments` and `compression_arguments` add the options for texts and for models that are written to a folder.
 The packages `cost` and `run` hold the two largest commands.
 
@@ -12,14 +13,15 @@ Heavy modules such as torch are imported inside `main` of a command, so that `he
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 from .. import __version__
 from ..errors import suggest
 from .arguments import prepare_output
-from .command_parser import UsageError
+from .command_parser import LIST_OPTIONS, UsageError
 from .exit_status import open_closed_streams, print_error, run_guarded
 
 # One line per command, in the order of the help.
@@ -54,10 +56,49 @@ def usage() -> str:
     examples = [f"  {example}" for example in EXAMPLES]
     head = ["usage: headwise COMMAND [OPTIONS]", "", "The workbench for attention heads.", "", "commands:", *commands]
     tail = [
-        "headwise --version prints the version. headwise COMMAND --help lists the",
-        "everyday options of a command, headwise COMMAND --help-all every option.",
+        "headwise --version [--json] prints versions, headwise --completion SHELL a",
+        "script that completes words in bash, zsh or fish. headwise COMMAND --help lists",
+        "the everyday options of a command, headwise COMMAND --help-all every option.",
     ]
     return "\n".join([*head, "", "examples:", *examples, "", *tail])
+
+
+def _print_version(argv: Sequence[str]) -> int:
+    """`headwise --version`, or with --json the versions of everything that is installed."""
+    if argv == ["--json"]:
+        from .environment_report import describe_environment
+
+        print(json.dumps(describe_environment(), indent=1))
+        return 0
+    if argv:
+        raise UsageError(f"--version takes nothing but --json, got {argv[0]!r}; leave it out")
+    print(f"headwise {__version__}")
+    return 0
+
+
+def _print_completion(argv: Sequence[str]) -> int:
+    """`headwise --completion SHELL`: the script that the shell runs."""
+    from .shell_completion import SCRIPTS
+
+    if len(argv) != 1 or argv[0] not in SCRIPTS:
+        got = repr(" ".join(argv)) if argv else "nothing"
+        raise UsageError(f"--completion needs one of {', '.join(SCRIPTS)}, got {got}; write --completion bash")
+    print(SCRIPTS[argv[0]], end="")
+    return 0
+
+
+def _list_commands(_: Sequence[str]) -> int:
+    """`headwise --list-options`: what may follow the word headwise, one a line."""
+    print("\n".join([*COMMANDS, "--help", "--version", "--completion"]))
+    return 0
+
+
+GLOBAL_OPTIONS: Mapping[str, Callable[[list[str]], int]] = {
+    "--version": _print_version,
+    "-V": _print_version,
+    "--completion": _print_completion,
+    LIST_OPTIONS: _list_commands,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,11 +115,10 @@ def _run_command(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "--help-all"):
         print(usage())
         return 0
-    if argv[0] in ("-V", "--version"):
-        print(f"headwise {__version__}")
-        return 0
+    if argv[0] in GLOBAL_OPTIONS:
+        return GLOBAL_OPTIONS[argv[0]](argv[1:])
     if argv[0] not in COMMANDS:
         kind = "option" if argv[0].startswith("-") else "command"
-        raise UsageError(f"there is no {kind} {argv[0]!r}; {suggest(argv[0], [*COMMANDS, '--help', '--version'])}")
+        raise UsageError(f"there is no {kind} {argv[0]!r}; {suggest(argv[0], [*COMMANDS, *GLOBAL_OPTIONS, '--help'])}")
     module, function = ("describe", f"{argv[0]}_main") if argv[0] in DESCRIBE_COMMANDS else (argv[0], "main")
     return getattr(import_module(f"{__name__}.{module}"), function)(argv[1:])

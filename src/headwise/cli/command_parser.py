@@ -13,6 +13,7 @@ from ..errors import suggest
 TERMINAL_WIDTH = 80
 HELP_COLUMN = 24  # column in which the explanations start
 COMMANDS_WITHOUT_PARTS = ("demo", "bench", "learn")  # read no spec or model of the user
+LIST_OPTIONS = "--list-options"  # for scripts of shell_completion; no help text names it
 PART_FILES = "part_files"  # where the parser keeps --import until it has imported the files
 ONE_OR_MORE = (argparse.ONE_OR_MORE, argparse.ZERO_OR_MORE)
 
@@ -130,6 +131,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Parse the arguments, import the files of `--import`, and return the others with those that are unknown."""
+        if args is not None and [*args] == [LIST_OPTIONS]:
+            print("\n".join(name for action in self._actions for name in action.option_strings))
+            self.exit()
         parsed, unknown = super().parse_known_args(args, namespace)
         for name in vars(parsed).pop(PART_FILES, []):
             from .. import parts  # noqa: F401 - registers headwise's own parts first, so that their names are taken
