@@ -29,7 +29,7 @@ VARIANT = "adding-a-variant.md"
 def ran(page: Path) -> Iterator[ModuleType]:
     """A module made of the page's blocks, in order; the parts it adds are forgotten afterwards."""
     module = ModuleType("page_" + re.sub(r"\W", "_", page.stem))
-    known = dict(REGISTRY)
+    registered = dict(REGISTRY)
     sys.modules[module.__name__] = module  # a dataclass looks its own module up
     text = page.read_text()
     try:
@@ -39,7 +39,7 @@ def ran(page: Path) -> Iterator[ModuleType]:
             exec(compile(code, str(page), "exec", dont_inherit=True), vars(module))
         yield module
     finally:
-        for name in set(REGISTRY) - set(known):
+        for name in set(REGISTRY) - set(registered):
             del REGISTRY[name]
             vars(hw).pop(name, None)
         del sys.modules[module.__name__]

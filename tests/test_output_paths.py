@@ -60,9 +60,9 @@ def write_trace(path: Path) -> None:
 def write_weights(suffix: str) -> Callable[[Path], object]:
     def write(path: Path) -> None:
         path.with_suffix("").mkdir()
-        made = path.with_suffix("") / f"a{suffix}"
-        trace_from_weights([[[[[1.0]]]]], ["a"]).export_weights(made)
-        made.rename(path)
+        target = path.with_suffix("") / f"a{suffix}"
+        trace_from_weights([[[[[1.0]]]]], ["a"]).export_weights(target)
+        target.rename(path)
 
     return write
 

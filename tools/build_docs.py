@@ -302,16 +302,16 @@ def generate(path: Path) -> str:
     def filled(block: re.Match[str]) -> str:
         name = block["name"]
         if name not in GENERATORS:
-            known = ", ".join(sorted(GENERATORS))
-            raise SystemExit(f"{path.relative_to(ROOT)}: there is no generator {name!r}; use one of {known}")
+            names = ", ".join(sorted(GENERATORS))
+            raise SystemExit(f"{path.relative_to(ROOT)}: there is no generator {name!r}; use one of {names}")
         if MARK.search(block["body"]):
             raise SystemExit(
                 f"{path.relative_to(ROOT)}: the generated part {name!r} has no end; add <!-- /generated -->"
             )
         return f"{block[1]}{GENERATORS[name]().strip(chr(10))}\n{block[4]}"
 
-    new, found = BLOCK.subn(filled, text)
-    if 2 * found != len(MARK.findall(new)):
+    new, num_blocks = BLOCK.subn(filled, text)
+    if 2 * num_blocks != len(MARK.findall(new)):
         raise SystemExit(f"{path.relative_to(ROOT)}: a generated part lacks its start or its end; add the missing mark")
     return new
 

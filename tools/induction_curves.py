@@ -62,13 +62,13 @@ def again(losses: Array) -> Array:
 
 def curves(story: Story) -> Mapping[str, Array]:
     """What is followed, [steps, texts]."""
-    told = {
+    values = {
         CONTEXT: [in_context(one.losses["source"]) for one in story.steps],
         AGAIN: [again(one.losses["repeated"]) for one in story.steps],
     }
     for name in TESTED:
-        told[name] = [one.scores["repeated", name][:, story.heads[name]] for one in story.steps]
-    return {name: np.stack(each) for name, each in told.items()}
+        values[name] = [one.scores["repeated", name][:, story.heads[name]] for one in story.steps]
+    return {name: np.stack(each) for name, each in values.items()}
 
 
 def tests(found: Found) -> Mapping[Key, Test]:
@@ -92,12 +92,12 @@ def tests(found: Found) -> Mapping[Key, Test]:
 
 def _likely(columns: Mapping[Key, Array]) -> dict[Key, float]:
     """p of each, those with as many texts at once."""
-    found: dict[Key, float] = {}
+    p_values: dict[Key, float] = {}
     for count in {len(one) for one in columns.values()}:
         own = [key for key, one in columns.items() if len(one) == count]
-        told = np.nan_to_num(np.stack([columns[key] for key in own], -1))
-        found |= dict(zip(own, sign_flip_p_values(told).tolist(), strict=True))
-    return found
+        differences = np.nan_to_num(np.stack([columns[key] for key in own], -1))
+        p_values |= dict(zip(own, sign_flip_p_values(differences).tolist(), strict=True))
+    return p_values
 
 
 def _against(story: Story, found: Found) -> Iterator[tuple[Key, Array]]:
@@ -142,13 +142,13 @@ def when(steps: Sequence[int], curve: Array) -> tuple[float, float, float]:
     return halfway(steps, curve.mean(1)), float(low[0]), float(high[0])
 
 
-def called(found: Found, story: Story, told: Mapping[Key, Test]) -> list[int]:
+def called(found: Found, story: Story, tests_by_key: Mapping[Key, Test]) -> list[int]:
     """How many heads at each kept step are called induction on random tokens, and are surely above the twin's."""
     counts = [0]
     for step, one in list(zip(found.setting.kept, story.steps, strict=True))[1:]:
         names = [[own.name for own in head.classes] for head in one.tables["repeated"].heads]
         counts.append(sum(
-            "induction" in own and told["head", story.seed, step, "repeated", "induction", head].is_above_chance
+            "induction" in own and tests_by_key["head", story.seed, step, "repeated", "induction", head].is_above_chance
             for head, own in enumerate(names)
         ))  # fmt: skip
     return counts

@@ -79,13 +79,13 @@ def source_scenes(net: Transformer, task: TextTask, count: int) -> list[Example]
     return [replace(one, inputs={"x": one.inputs["x"]}) for one in counted]
 
 
-def evenly(count: int, wanted: int) -> list[int]:
+def evenly(count: int, number: int) -> list[int]:
     """So many numbers from 0 to count - 1, from end to end.
 
     >>> evenly(9, 3)
     [0, 4, 8]
     """
-    return np.linspace(0, count - 1, min(count, wanted)).round().astype(int).tolist()
+    return np.linspace(0, count - 1, min(count, number)).round().astype(int).tolist()
 
 
 def held_out(task: TextTask, count: int) -> Tensor:
@@ -105,8 +105,8 @@ def repeated_scenes(vocab: int, length: int, count: int, seed: int) -> list[Exam
     for _ in range(count):
         ids = torch.from_numpy(np.tile(draw.permutation(vocab)[: length // 2], 2))
         words = tuple(map(str, ids.tolist()))
-        told = TokenAnnotations(ids, words, none, none, none, torch.arange(length), torch.zeros_like(ids))
-        scenes.append(Example({"x": ids[None]}, {"text": told}))
+        annotations = TokenAnnotations(ids, words, none, none, none, torch.arange(length), torch.zeros_like(ids))
+        scenes.append(Example({"x": ids[None]}, {"text": annotations}))
     return scenes
 
 
@@ -134,8 +134,8 @@ class ByText:
     def values(self, name: str, whose: str = OBSERVED) -> Array:
         """The mean of each text, [texts, heads], sites one after the other; nan where no row of a text counts."""
         sites = dict.fromkeys(site for site, _, _ in self.adding.sums_by_example)
-        found = [np.stack([_mean(*told) for told in self.adding.sums_by_example[site, name, whose]]) for site in sites]
-        return np.concatenate(found, -1)
+        means = [np.stack([_mean(*sums) for sums in self.adding.sums_by_example[site, name, whose]]) for site in sites]
+        return np.concatenate(means, -1)
 
 
 def _mean(sums: Array, numbers: Array) -> Array:
@@ -205,12 +205,12 @@ def ids_of(scenes: Sequence[Example]) -> Tensor:
 
 def losses(net: Transformer, ids: Tensor) -> Array:
     """- log p of each token behind the first, [texts, tokens - 1]."""
-    found: list[Tensor] = []
+    per_text: list[Tensor] = []
     with torch.inference_mode():
         for some in ids.split(ROWS):
-            said = net(some)[:, :-1].float()
-            found.append(F.cross_entropy(said.transpose(1, 2), some[:, 1:], reduction="none"))
-    return torch.cat(found).double().numpy()
+            logits = net(some)[:, :-1].float()
+            per_text.append(F.cross_entropy(logits.transpose(1, 2), some[:, 1:], reduction="none"))
+    return torch.cat(per_text).double().numpy()
 
 
 def composition(net: Transformer) -> Array:
@@ -223,11 +223,11 @@ def composition(net: Transformer) -> Array:
              for head in range(own.spec.heads.q)]  # fmt: skip
     carried = [own.ov_circuit(head) for _, own, head in every]
     compared = [own.qk_circuit(head) for _, own, head in every]
-    found = np.full((len(every), len(every)), np.nan)
+    scores = np.full((len(every), len(every)), np.nan)
     for (one, (early, *_)), (two, (late, *_)) in product(enumerate(every), repeat=2):
         if early < late:
-            found[one, two] = _through(compared[two], carried[one])
-    return found
+            scores[one, two] = _through(compared[two], carried[one])
+    return scores
 
 
 def _through(qk: LowRankMap, ov: LowRankMap) -> float:

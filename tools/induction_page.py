@@ -89,8 +89,8 @@ class PageWriter:
         """A mean over texts with its confidence interval."""
         low, high = confidence_interval(spread(curve))
         star = "*" if at and self.tests["change", story.seed, self.kept[at], name].verdict else ""
-        told = (_short(float(number), name) for number in (curve[at].mean(), low[at], high[at]))
-        return "{}{star} ({} to {})".format(*told, star=star)
+        numbers = (_short(float(number), name) for number in (curve[at].mean(), low[at], high[at]))
+        return "{}{star} ({} to {})".format(*numbers, star=star)
 
     def summary(self, story: Story) -> str:
         """One sentence: when induction appears for one seed, and whether the in-context score falls with it."""
@@ -165,11 +165,11 @@ class PageWriter:
         """Number of previous-token heads by layer: an induction head needs one in a lower layer."""
         heads = story.steps[-1].tables["repeated"].heads
         counts = Counter(one.layer for one in heads if "previous" in [own.name for own in one.classes])
-        told = " and ".join(f"{counts[layer]} in layer {layer}" for layer in range(self.found.setting.layers))
+        layer_counts = " and ".join(f"{counts[layer]} in layer {layer}" for layer in range(self.found.setting.layers))
         most = max(one.measures["previous"].value for one in heads if not one.layer)
         return (
-            f"Previous-token heads at the last step: {told}; the largest score in layer 0 is {most:.2f}. An induction "
-            "head needs the output of a previous-token head in a lower layer (2209.11895)."
+            f"Previous-token heads at the last step: {layer_counts}; the largest score in layer 0 is {most:.2f}. An "
+            "induction head needs the output of a previous-token head in a lower layer (2209.11895)."
         )
 
     def composed(self, story: Story) -> str:
@@ -196,10 +196,11 @@ class PageWriter:
         """Effect of ablating the induction heads, and of ablating other heads."""
         for which, heads in zip(("called", "others"), story.silenced, strict=True):
             if heads and ("silent", story.seed, which, CONTEXT) in self.tests:
-                told = [self.tests["silent", story.seed, which, name] for name in (CONTEXT, AGAIN)]
-                score, anew = (f"{one.mean:+.2f} ({_likely(one)})" for one in told)
-                who = "induction heads" if which == "called" else "other heads of their layers"
-                yield f"If {len(heads)} {who} are ablated, the {CONTEXT} changes by {score} and the {AGAIN} by {anew}."
+                tests = [self.tests["silent", story.seed, which, name] for name in (CONTEXT, AGAIN)]
+                score, anew = (f"{one.mean:+.2f} ({_likely(one)})" for one in tests)
+                which_heads = "induction heads" if which == "called" else "other heads of their layers"
+                changes = f"the {CONTEXT} changes by {score} and the {AGAIN} by {anew}"
+                yield f"If {len(heads)} {which_heads} are ablated, {changes}."
 
 
 def _short(number: float, name: str = "") -> str:
@@ -308,17 +309,17 @@ def setting(found: Found) -> Iterator[str]:
     )
 
 
-def doubtful(found: Found, told: Mapping[Key, Test]) -> Iterator[str]:
+def doubtful(found: Found, tests_by_key: Mapping[Key, Test]) -> Iterator[str]:
     """Number of tests, and those that are not significant."""
     yield (
-        f"There are {len(told):,} sign-flip tests of paired differences over texts. One correction (Holm) covers all "
-        "heads "
-        "at all steps of all seeds, each compared with the strongest head of the random baseline on the same texts. A "
+        f"There are {len(tests_by_key):,} sign-flip tests of paired differences over texts. One correction (Holm) "
+        "covers all heads at all steps of all seeds, each compared with the strongest head of the random baseline on "
+        "the same texts. A "
         "second correction covers the changes of curves between saved steps and the effects of ablation. "
-        f"{sum(not one.verdict for one in told.values()):,} tests are not significant at {LEVEL:g}."
+        f"{sum(not one.verdict for one in tests_by_key.values()):,} tests are not significant at {LEVEL:g}."
     )
     for data, name in product(("repeated", "source"), TESTED):
-        heads = [one for key, one in told.items() if key[0] == "head" and key[3:5] == (data, name)]
+        heads = [one for key, one in tests_by_key.items() if key[0] == "head" and key[3:5] == (data, name)]
         above, below = sum(one.is_above_chance for one in heads), sum(one.verdict and one.mean < 0 for one in heads)
         most = max((one.mean for one in heads if one.is_above_chance), default=0.0)
         by = f" (by {most:.2f} at most)" if above else ""
@@ -330,6 +331,8 @@ def doubtful(found: Found, told: Mapping[Key, Test]) -> Iterator[str]:
         )
     for seed, name in product(found.setting.seeds, (CONTEXT, AGAIN, *TESTED)):
         steps = zip(found.setting.kept, found.setting.kept[1:], strict=False)
-        none = [f"{before:,} to {step:,}" for before, step in steps if not told["change", seed, step, name].verdict]
+        none = [
+            f"{before:,} to {step:,}" for before, step in steps if not tests_by_key["change", seed, step, name].verdict
+        ]
         if none:
             yield f"Seed {seed}, {name}: no significant change at steps {', '.join(none)}."

@@ -42,11 +42,11 @@ def trained(setting: Setting, seed: int, folder: Path) -> Callable[[int], Transf
     task = setting.task(seed)
     described = setting.model(task)
     hw.train(task, described, replace(setting.recipe, seed=seed), folder, resume="allowed")
-    kept = CheckpointFolder(folder / CHECKPOINT_FOLDER)
+    checkpoints = CheckpointFolder(folder / CHECKPOINT_FOLDER)
 
     def at(step: int) -> Transformer:
         net = hw.build(described)
-        net.load_state_dict(read_checkpoint(kept.path(step)).tensors_of_kind("model"))
+        net.load_state_dict(read_checkpoint(checkpoints.path(step)).tensors_of_kind("model"))
         net.usage = task.usage
         return net.eval()
 
@@ -55,15 +55,15 @@ def trained(setting: Setting, seed: int, folder: Path) -> Callable[[int], Transf
 
 def found(setting: Setting, folder: Path, say: Callable[[str], object] = print) -> Found:
     """Train one model for each seed, and see all that was kept of each."""
-    told = [(seed, trained(setting, seed, folder / str(seed))) for seed in setting.seeds]
-    task, net = setting.task(0), told[0][1](0)
+    runs = [(seed, trained(setting, seed, folder / str(seed))) for seed in setting.seeds]
+    task, net = setting.task(0), runs[0][1](0)
     data = Data(
         held_out(task, setting.rows),
         source_scenes(net, task, setting.texts),
         *(repeated_scenes(setting.vocab, setting.length, setting.texts, seed) for seed in (0, 1)),
     )
     stories: list[Story] = []
-    for seed, at in told:
+    for seed, at in runs:
         steps: list[Seen] = []
         for step in setting.kept:
             steps.append(seen(at(step), data))
@@ -86,9 +86,9 @@ def ended(seed: int, net: Transformer, steps: Sequence[Seen], data: Data) -> Sto
     table = steps[-1].tables["repeated"]
     for site in table.sites:
         own = sorted((one for one in table.heads if one.site == site), key=lambda one: one.measures["induction"].value)
-        those = [(site, one.head) for one in own if "induction" in [told.name for told in one.classes]]
-        called += those
-        others += [(site, one.head) for one in own if (site, one.head) not in those][: len(those)]
+        induction_heads = [(site, one.head) for one in own if "induction" in [label.name for label in one.classes]]
+        called += induction_heads
+        others += [(site, one.head) for one in own if (site, one.head) not in induction_heads][: len(induction_heads)]
     quiet: list[Mapping[str, Array]] = []
     for heads in (called, others):
         with hw.ablate(net, heads):

@@ -5,6 +5,12 @@ A layer is described by an `AttentionSpec`, which `design` builds from a few arg
 and `generate` are for whole models; `load`, `sites`, `ablate`, `heads` and `importance` analyse trained ones; `prune`,
 `convert` and `uptrain` change them. Public names are imported when they are first used.
 
+Packages of a layer: `spec`, `interfaces`, `parts` and `presets` describe it, `masking` and `cache` hold positions and
+past tokens, `nn` runs it through `backends`, `ops` and `kernels`, and `costs` counts it. Of models: `model_spec`,
+`families`, `models` and `hub`; `data`, `training`, `distributed` and `studies`; `generation`, `serving` and
+`api_server`. Of heads: `inspect`, `traces`, `head_analysis` and `surgery`. To look at and compare: `viewer`, `learn`,
+`demo`, `bench`, `part_checks` and `cli`. Helpers: `errors`, `escaping`, `files`, `output_paths` and `progress`.
+
 >>> import headwise as hw
 >>> hw.design(model=512, heads=8, kv=2).heads
 Heads.grouped(q=8, kv=2, dim=64)

@@ -30,7 +30,7 @@ class CacheFull(RuntimeError):
     """More tokens than the KV cache has slots for."""
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
+def suggest(word: str, names: Iterable[str]) -> str:
     """The remedy for an unknown name: the closest known name, or a list of all known names.
 
     >>> suggest("windo", ["window", "first"])
@@ -38,5 +38,5 @@ def suggest(word: str, known: Iterable[str]) -> str:
     >>> suggest("xyz", ["window", "first"])
     'use one of first, window'
     """
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"did you mean {close[0]!r}?" if close else "use one of " + ", ".join(sorted(known))
+    close = difflib.get_close_matches(word, list(names), n=1)
+    return f"did you mean {close[0]!r}?" if close else "use one of " + ", ".join(sorted(names))

@@ -91,5 +91,5 @@ def shorten_message(message: str) -> str:
     """
     line = escape_terminal(message)
     for long in (rf"('[^']{{{MAX_QUOTED}}})[^']+'", rf'("[^"]{{{MAX_QUOTED}}})[^"]+"'):
-        line = re.sub(long, lambda found: f"{found[1]}…{found[1][0]}", line)
+        line = re.sub(long, lambda match: f"{match[1]}…{match[1][0]}", line)
     return re.sub(rf"(\S{{{MAX_QUOTED + 2}}})\S+", r"\1…", line)

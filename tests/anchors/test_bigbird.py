@@ -156,7 +156,7 @@ def test_where_blocks_are_drawn_from(random: int):
             assert not {0, row - 1, row, row + 1, ROWS - 1} & set(blocks)
             assert max(blocks) < 2 * random + 5 - 1
     for row in range(1, ROWS):
-        blocks = {column[row] for column in ours.drawn} - {-1}
+        blocks = {column[row] for column in ours.sampled_blocks} - {-1}
         assert len(blocks) == random
         assert not {0, row - 1, row, row + 1} & blocks
-    assert max(max(column) for column in ours.drawn) >= 2 * random + 5 - 1
+    assert max(max(column) for column in ours.sampled_blocks) >= 2 * random + 5 - 1

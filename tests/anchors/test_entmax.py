@@ -26,15 +26,15 @@ def numbers(*shape: int) -> Tensor:
 @pytest.fixture(params=["normalise", "fused_normalise"], autouse=True)
 def way(request, monkeypatch):
     """Plain tensor operations, and the kernel where there is one."""
-    monkeypatch.setitem(WAY, "taken", request.param)
+    monkeypatch.setitem(METHOD_NAME, "taken", request.param)
 
 
-WAY = {"taken": "normalise"}
+METHOD_NAME = {"taken": "normalise"}
 
 
 def made(part: hw.Entmax, s_BHTS: Tensor, allowed: Tensor, p: object = None) -> Tensor:
     """Weights in the way that is tried."""
-    return getattr(part, WAY["taken"])(s_BHTS, allowed, p)
+    return getattr(part, METHOD_NAME["taken"])(s_BHTS, allowed, p)
 
 
 def weights(s_S: Tensor, alpha: float, allowed: Tensor | None = None) -> Tensor:
@@ -319,7 +319,7 @@ def test_what_training_does_to_a_layer():
 
 def test_a_second_derivative_is_exact_or_refused():
     s, sample = numbers(2, 3, 5, 7).requires_grad_(), torch.rand(1, 1, 5, 7) < 0.7
-    if WAY["taken"] == "fused_normalise":
+    if METHOD_NAME["taken"] == "fused_normalise":
         with pytest.raises(RuntimeError, match="create_graph=True"):
             torch.autograd.grad(weights(s, 1.5).square().sum(), s, create_graph=True)
         return

@@ -96,9 +96,9 @@ def check_groups(folder: Path) -> ModelSpec:
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_models_have_the_numbers_they_are_known_for(name: str, tmp_path: Path):
-    result, known = PUBLIC[name]
+    result, expected = PUBLIC[name]
     ours = check_groups(folder_of(tmp_path, result))
-    assert known is None or costs.count_parameters(ours) == known
+    assert expected is None or costs.count_parameters(ours) == expected
 
 
 @pytest.mark.parametrize(("family", "architecture", "draw"), TINY, ids=[f"{a}-{n}" for _, a, n in TINY])

@@ -265,9 +265,9 @@ def test_eps_counts_against_directions_that_need_an_offset():
 def test_sums_with_eps_do_not_reach_one():
     plain = base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), pattern="causal", bias="v")
     short = base(similarity=hw.FeatureMap(), normaliser=hw.Sum(eps=1.0), pattern="causal", bias="v")
-    folded, kept = (hw.fold_bias(spec, hw.Attention(spec).state_dict()).reasons_kept for spec in (plain, short))
+    folded, reasons = (hw.fold_bias(spec, hw.Attention(spec).state_dict()).reasons_kept for spec in (plain, short))
     assert "v" not in folded
-    assert "do not always sum to one" in str(kept["v"])
+    assert "do not always sum to one" in str(reasons["v"])
     with pytest.raises(hw.SpecError, match=r"Sum\(eps=1e-06\) needs scores of a known scale, unlike FeatureMap"):
         favor(normaliser=hw.Sum(eps=1e-6))
     with pytest.raises(hw.SpecError, match=r"Sum\(eps=-1.0\) is negative"):

@@ -164,7 +164,7 @@ def test_what_was_read_is_written_as_it_was(name: str, tmp_path: Path):
     """Every tensor to the bit, under its name; and the config says the same model to transformers."""
     theirs = saved_model(name, tmp_path / "theirs")
     hw.export(hw.load(tmp_path / "theirs"), tmp_path / "ours")
-    one, two = (safetensors.torch.load_file(tmp_path / who / "model.safetensors") for who in ("theirs", "ours"))
+    one, two = (safetensors.torch.load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "ours"))
     assert set(one) == set(two)
     assert all(torch.equal(one[key], two[key]) for key in one)
     again = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")

@@ -55,11 +55,11 @@ def test_silenced_is_without_columns(model: nn.Module):
     heads = {0: [2], 3: [1, 11], 5: [0]}
     other = copy.deepcopy(model)
     with torch.no_grad():
-        for layer, those in heads.items():
-            for head in those:
+        for layer, indices in heads.items():
+            for head in indices:
                 other.encoder.layer[layer].attention.output.dense.weight[:, 32 * head : 32 * head + 32] = 0
         whole = model(ids).last_hidden_state
-        with hw.ablate(model, [(layer, head) for layer, those in heads.items() for head in those]):
+        with hw.ablate(model, [(layer, head) for layer, indices in heads.items() for head in indices]):
             quiet = model(ids).last_hidden_state
         cut = other(ids).last_hidden_state
     assert (quiet - cut).abs().max() <= 1e-5 * cut.abs().max()

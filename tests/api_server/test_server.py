@@ -310,9 +310,9 @@ def test_templates_come_from_the_model_folder(tmp_path: Path):
 
 
 def test_a_port_that_is_taken_is_said(net: Transformer):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as other_server:
+        other_server.bind(("127.0.0.1", 0))
+        other_server.listen()
+        port = other_server.getsockname()[1]
         with pytest.raises((OSError, ValueError), match=str(port)):
             serve(ServedModel("small", hw.Engine(net, budget=1_000_000)), ServeOptions(port=port), lambda _: None)

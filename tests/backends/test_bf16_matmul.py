@@ -120,8 +120,8 @@ def test_error_is_at_most_that_of_plain_operations(count, logits):
     for built, plain, true in zip(gradients(ours, x), gradients(other, x), truth, strict=True):
         assert built.isfinite().all()
         if logits == 1.0:
-            error, known = ((t.double() - true).abs().max().item() for t in (built, plain))
-            assert error <= 2 * known + 4 * 2**-8 * true.abs().max().item()
+            error, plain_error = ((t.double() - true).abs().max().item() for t in (built, plain))
+            assert error <= 2 * plain_error + 4 * 2**-8 * true.abs().max().item()
 
 
 def test_sums_over_many_blocks_are_not_rounded_with_each():

@@ -50,14 +50,14 @@ def unsupported_reasons(spec: hw.AttentionSpec, **more) -> list[str]:
     taken=st.lists(st.integers(0, 3), min_size=1, max_size=5),
     order=st.integers(0, 9),
 )
-def test_rows_read_their_pages_as_one_pass_reads(name: str, lengths, page: int, taken, order: int):
+def test_rows_read_their_pages_as_one_pass_reads(name: str, lengths, page: int, row_order, order: int):
     """Of any lengths; then some rows leave, some are taken twice and share what they have until they part."""
     layer = build_layer(name)
     if name == "prefix":
         lengths = [max(3, length) for length in lengths]
-    taken = [n % len(lengths) for n in taken]
+    row_order = [n % len(lengths) for n in row_order]
     each = -(-(max(lengths) + 4) // page) + 2
-    pool = make_pool(layer.spec, torch.float64, page, each * (len(lengths) + len(taken)), order)
+    pool = make_pool(layer.spec, torch.float64, page, each * (len(lengths) + len(row_order)), order)
     x = torch.randn(len(lengths), max(lengths) + 1, MODEL, dtype=torch.float64)
     cache = prefilled_cache(layer, pool, x, lengths)
     texts, nbytes = [row[:length] for row, length in zip(x, lengths, strict=True)], pool.nbytes
@@ -68,8 +68,8 @@ def test_rows_read_their_pages_as_one_pass_reads(name: str, lengths, page: int, 
         for row, text in zip(ours, texts, strict=True):
             cases.check_close(row, last_output_in_one_pass(layer, text))
         if turn == 0:
-            cache.select_rows(torch.tensor(taken))
-            texts = [texts[n] for n in taken]
+            cache.select_rows(torch.tensor(row_order))
+            texts = [texts[n] for n in row_order]
     assert pool.nbytes == nbytes  # no step has gathered a page
 
 

@@ -42,13 +42,13 @@ def test_packed_texts_equal_texts_alone(name, many_groups):
     sequence = SequenceInfo.packed(ROWS)
     x = torch.randn(3, sequence.count, spec.model, dtype=torch.float64, requires_grad=True)
     expected = reference.reference_attention(layer, x, tokens=masked(sequence))
-    wanted = layer_gradients(layer, expected, x)
+    expected_gradients = layer_gradients(layer, expected, x)
     for backend in (*cases.supporting_backends(spec, needs_grad=True), None):
         layer.backend_name = backend
         y = layer(x, sequence=sequence)
         check_close(y, expected)
         for parameter, grad in layer_gradients(layer, y, x).items():
-            check_close(grad, wanted[parameter], msg=lambda m, p=parameter, b=backend: f"{b}, {p}: {m}")
+            check_close(grad, expected_gradients[parameter], msg=lambda m, p=parameter, b=backend: f"{b}, {p}: {m}")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -62,13 +62,13 @@ def test_a_text_reads_its_own_source(name, many_groups):
     x = torch.randn(3, at.count, spec.model, dtype=torch.float64, requires_grad=True)
     z = torch.randn(3, sequence.count, spec.source, dtype=torch.float64)
     expected = reference.reference_attention(layer, x, source=z, tokens=masked(at), source_tokens=masked(sequence))
-    wanted = layer_gradients(layer, expected, x)
+    expected_gradients = layer_gradients(layer, expected, x)
     for backend in (*cases.supporting_backends(spec, needs_grad=True), None):
         layer.backend_name = backend
         y = layer(x, sequence=at, source=layer.project_source(z, sequence=sequence))
         check_close(y, expected)
         for parameter, grad in layer_gradients(layer, y, x).items():
-            check_close(grad, wanted[parameter], msg=lambda m, p=parameter, b=backend: f"{b}, {p}: {m}")
+            check_close(grad, expected_gradients[parameter], msg=lambda m, p=parameter, b=backend: f"{b}, {p}: {m}")
 
 
 LENGTHS = st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=5), min_size=1, max_size=3)

@@ -94,34 +94,34 @@ def row(bench: session.CaseTimer, case: BenchmarkCase) -> dict[str, Any]:
 
 
 def test_a_sample_lasts_long_enough_and_gives_seconds_per_call(clock: Clock):
-    taken = time_interleaved(
+    samples = time_interleaved(
         {"a": clock.run("a", 0.25), "b": clock.run("b", 0.0078125)}, TimingPace(max_samples=4), clock
     )
-    assert taken["a"] == TimingSamples((0.25,) * 4, 1)
-    assert taken["b"].calls_per_sample == 3  # 0.02 seconds and no less
-    assert taken["b"].seconds == pytest.approx((0.0078125,) * 4, rel=1e-12)
+    assert samples["a"] == TimingSamples((0.25,) * 4, 1)
+    assert samples["b"].calls_per_sample == 3  # 0.02 seconds and no less
+    assert samples["b"].seconds == pytest.approx((0.0078125,) * 4, rel=1e-12)
 
 
 def test_slow_cases_are_sampled_less_often_but_often_enough(clock: Clock):
     pace = TimingPace(min_samples=3, max_samples=15, max_seconds=30.0)
-    taken = time_interleaved({"slow": clock.run("slow", 60.0), "some": clock.run("some", 2.5), "fast": clock.run("fast", 0.1)},
+    samples = time_interleaved({"slow": clock.run("slow", 60.0), "some": clock.run("some", 2.5), "fast": clock.run("fast", 0.1)},
                      pace, clock)  # fmt: skip
-    assert [len(taken[name].seconds) for name in ("slow", "some", "fast")] == [3, 4, 15]
+    assert [len(samples[name].seconds) for name in ("slow", "some", "fast")] == [3, 4, 15]
 
 
 def test_a_call_as_long_as_a_sample_is_one_from_the_first_round_on(clock: Clock):
     runs = {"long": clock.run("long", 0.75, 0.5), "short": clock.run("short", 0.015625)}
-    taken = time_interleaved(runs, TimingPace(min_sample_seconds=0.02, min_samples=3, max_samples=3), clock)
-    assert taken["long"].seconds == (0.75, 0.5, 0.5)
+    samples = time_interleaved(runs, TimingPace(min_sample_seconds=0.02, min_samples=3, max_samples=3), clock)
+    assert samples["long"].seconds == (0.75, 0.5, 0.5)
     assert clock.order.count("long") == 3
-    assert len(taken["short"].seconds) == 3
+    assert len(samples["short"].seconds) == 3
     assert clock.order.count("short") == 2 + 3 * 2  # two calls say that two are a sample
 
 
 def test_a_wide_spread_of_one_run_doubles_the_samples_of_all(clock: Clock):
     runs = {"even": clock.run("even", 1.0), "odd": clock.run("odd", 1.0, 1.0, 2.0, 3.0, 1.0)}
-    taken = time_interleaved(runs, TimingPace(min_samples=3, max_samples=15, max_seconds=1.0), clock)
-    assert {name: len(samples.seconds) for name, samples in taken.items()} == {"even": 6, "odd": 6}
+    times = time_interleaved(runs, TimingPace(min_samples=3, max_samples=15, max_seconds=1.0), clock)
+    assert {name: len(samples.seconds) for name, samples in times.items()} == {"even": 6, "odd": 6}
     again = time_interleaved(
         {"odd": clock.run("odd", 1.0, 1.0, 2.0, 3.0)}, TimingPace(min_samples=3, max_samples=3, max_seconds=1.0), clock
     )
@@ -213,12 +213,12 @@ def test_a_row_has_medians_ratios_the_limit_and_verdicts(bench: session.CaseTime
 
 def test_a_limit_is_the_longer_of_reading_and_products(bench: session.CaseTimer, clock: Clock):
     need = RequiredWork(bytes_read=2**14, flops=2 * 2048**3 * 3, dtype=torch.float64)
-    taken = {READ_RUN: TimingSamples((0.125,) * 3), MATMUL_RUN: TimingSamples((0.5,) * 3)}
-    got = MachineLimits(LAST).bound(need, taken)
+    samples = {READ_RUN: TimingSamples((0.125,) * 3), MATMUL_RUN: TimingSamples((0.5,) * 3)}
+    got = MachineLimits(LAST).bound(need, samples)
     assert (got["seconds"], got["bottleneck"]) == (1.5, "compute")
     assert got["bytes_per_second"] == 2**13 / 0.125
     assert got["flops_per_second"] == 2 * 2048**3 / 0.5
-    assert MachineLimits(LAST).bound(RequiredWork(bytes_read=2**17), taken)["bottleneck"] == "memory"
+    assert MachineLimits(LAST).bound(RequiredWork(bytes_read=2**17), samples)["bottleneck"] == "memory"
 
 
 def test_the_machine_reads_more_than_its_cache_holds_and_multiplies_in_the_dtype(clock: Clock):

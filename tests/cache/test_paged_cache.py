@@ -93,8 +93,8 @@ class Books(RuleBasedStateMachine):
         row = self.book.new_sequence()
         length = self.book.find_prefix(row, ids)
         assert 0 <= length < len(ids)
-        known = [other for _, other in self.rows] + self.gone
-        assert not length or any(other[:length] == ids[:length] for other in known)
+        all_rows = [other for _, other in self.rows] + self.gone
+        assert not length or any(other[:length] == ids[:length] for other in all_rows)
         self.book.reuse_prefix(row, length)
         self.rows.append((row, ids))
 

@@ -13,7 +13,9 @@ import pytest
 
 import headwise as hw
 from headwise import cli
+from headwise.backends import backend_report
 from headwise.cli import known_names, train
+from headwise.costs import activations
 from headwise.data import TASKS
 from headwise.data.file_task import FileTask
 from headwise.generation.decoding_config import COMPILE_MODES
@@ -364,6 +366,8 @@ NAMES = {
     "TRACE_EXTRA_TENSORS": EXTRA_TENSORS,
     "EXPORT_SUFFIXES": EXPORT_SUFFIXES,
     "COMPILE_MODES": COMPILE_MODES,
+    "ACTIVATION_PROFILES": [*activations.BACKEND_PROFILES, *activations.FORMULA_PROFILES],
+    "CALL_STATES": backend_report.STATES,
     "LOGGERS": LOGGERS,
 }
 
@@ -376,3 +380,14 @@ def test_known_names_are_those_of_the_library(name: str):
 def test_every_list_of_names_is_compared():
     assert {name for name in vars(known_names) if name.isupper()} == set(NAMES)
     assert (train.CHECKPOINT_FOLDER, train.MANIFEST_FILE) == (CHECKPOINT_FOLDER, MANIFEST_FILE)
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "names"), [("cost", "--profile", "ACTIVATION_PROFILES"), ("why", "--when", "CALL_STATES")]
+)
+def test_help_lists_every_name(capsys, monkeypatch, command: str, option: str, names: str):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help-all"])
+    entry = capsys.readouterr().out.partition(f"  {option} ")[2].partition("  --")[0]
+    assert [name for name in getattr(known_names, names) if name not in entry] == []

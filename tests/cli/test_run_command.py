@@ -176,17 +176,17 @@ def test_a_json_document_holds_all_outputs(run: Run, translator: Path):
 
 def test_translations_are_scored(run: Run, translator: Path, tmp_path: Path):
     references, short = tmp_path / "ref.txt", ["--max-new-tokens", 9]
-    wanted = [generate(translator, LINES[0]), "something else of five words", "3 May 1999"]
-    references.write_text("\n".join([*wanted, ""]))
+    reference_lines = [generate(translator, LINES[0]), "something else of five words", "3 May 1999"]
+    references.write_text("\n".join([*reference_lines, ""]))
     lines = [LINES[0], "", LINES[2]]
     answers = [generate(translator, LINES[0]), "", generate(translator, LINES[2])]
-    expected = translation.score_translations(answers, wanted)
+    expected = translation.score_translations(answers, reference_lines)
     code, out, err = run(translator, "--score", references, *short, stdin=lines)
     assert (code, out.splitlines()) == (0, answers)
     assert err.splitlines()[0].startswith(f"BLEU {expected.bleu:6.2f}   nrefs:1")
     assert err.splitlines()[1].startswith(f"chrF {expected.chrf:6.2f}   nrefs:1")
     code, out, _ = run(translator, "--score", references, "--json", "--score-tokenize", "zh", *short, stdin=lines)
-    translations = translation.score_translations(answers, wanted, "zh")
+    translations = translation.score_translations(answers, reference_lines, "zh")
     assert json.loads(out)["scores"] == {name: getattr(translations, name) for name in vars(translations)}
     code, out, err = run(translator, "--score", references, *short, stdin=lines[:2])
     assert (code, out.splitlines()) == (2, answers[:2])
@@ -294,10 +294,10 @@ def test_frames_are_classified_as_in_training(run: Run, tmp_path: Path):
 
 
 def words() -> str:
-    known = ["[UNK]", "[MASK]", "the", "cat", "dog", "sat", "."]
-    tokenizer = Tokenizer(WordLevel({word: n for n, word in enumerate(known)}, unk_token="[UNK]"))
+    vocabulary = ["[UNK]", "[MASK]", "the", "cat", "dog", "sat", "."]
+    tokenizer = Tokenizer(WordLevel({word: n for n, word in enumerate(vocabulary)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.add_special_tokens(known[:2])
+    tokenizer.add_special_tokens(vocabulary[:2])
     return tokenizer.to_str()
 
 

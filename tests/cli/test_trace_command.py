@@ -58,8 +58,8 @@ def test_lines_of_a_file(name: str, folders: dict[str, Path], tmp_path: Path, ca
         assert run_command(capsys, str(folders[name]), "--text", text, "--out", str(tmp_path / f"{text}.trace"))[0] == 0
         alone.append(hw.load_trace(tmp_path / f"{text}.trace"))
     for row, one in enumerate(alone):
-        there = [n for n, word in enumerate(trace.streams["text"][row].ids) if word >= 0]
-        found = trace.head_weights(1, 2, row=row)[np.ix_(there, there)]
+        real_positions = [n for n, word in enumerate(trace.streams["text"][row].ids) if word >= 0]
+        found = trace.head_weights(1, 2, row=row)[np.ix_(real_positions, real_positions)]
         np.testing.assert_allclose(found, one.head_weights(1, 2), atol=1e-5)
 
 

@@ -126,10 +126,10 @@ def test_every_part_saves_the_bytes_of_its_formula(name):
 
 def worth(text: str, spec: hw.AttentionSpec, sizes: tuple[int, int, int]) -> int:
     """The value of a formula, names looked up, a space for a product."""
-    known: dict[str, int] = dict(zip("bst", sizes, strict=True))
+    axis_sizes: dict[str, int] = dict(zip("bst", sizes, strict=True))
     for _, part in spec.parts():
-        known |= spec.sizes_of(part)
-    return eval(re.sub(r"(?<=[\w)]) (?=[\w(])", "*", text.replace("^", "**")), {}, known)
+        axis_sizes |= spec.sizes_of(part)
+    return eval(re.sub(r"(?<=[\w)]) (?=[\w(])", "*", text.replace("^", "**")), {}, axis_sizes)
 
 
 def test_query_blocks_save_the_inputs_of_the_core():

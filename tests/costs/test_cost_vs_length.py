@@ -225,9 +225,9 @@ def test_convolutions_are_counted_as_torch_counts_them():
 
 def reached(tokens: int, back) -> int:
     """Layers until the last token knows of the first, each reading so far back as its depth allows."""
-    known, depth = {tokens - 1}, 0
-    while 0 not in known:
-        known |= {i - step for i in known for step in back(depth) if i >= step}
+    positions, depth = {tokens - 1}, 0
+    while 0 not in positions:
+        positions |= {i - step for i in positions for step in back(depth) if i >= step}
         depth += 1
     return max(depth, 1)
 

@@ -147,7 +147,7 @@ def test_only_whole_pages_of_a_beginning_are_shared():
 def test_pages_of_one_token_waste_nothing(name, length, batch):
     spec = CACHED_SPECS[name]
     for allocator in ("ideal", "ring", "paged(7)", "unified", "unified(7)"):
-        here, longer, more = (
+        exact, longer, more = (
             kv_cache_bytes(spec, rows, allocator)
             for rows in (
                 RequestBatch.uniform(batch, length),
@@ -155,8 +155,8 @@ def test_pages_of_one_token_waste_nothing(name, length, batch):
                 RequestBatch.uniform(batch + 1, length),
             )
         )
-        assert here <= longer
-        assert here < more
+        assert exact <= longer
+        assert exact < more
     assert kv_cache_bytes(spec, RequestBatch.uniform(batch, length), "paged(1)") == kv_cache_bytes(
         spec, RequestBatch.uniform(batch, length), "ideal"
     )

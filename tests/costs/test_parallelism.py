@@ -162,9 +162,9 @@ def test_fewer_expert_devices_than_tensor_devices_divide_each_expert_too():
 @pytest.mark.parametrize(("count", "active", "devices"), [(4, 1, 4), (6, 2, 3), (8, 3, 2), (8, 3, 8)])
 def test_a_token_is_sent_to_the_devices_of_its_experts(count: int, active: int, devices: int):
     """The mean over all choices: the device of the token is the first."""
-    held = count // devices
+    experts_per_device = count // devices
     choices = list(itertools.combinations(range(count), active))
-    others = [len({expert // held for expert in choice} - {0}) for choice in choices]
+    others = [len({expert // experts_per_device for expert in choice} - {0}) for choice in choices]
     experts = ExpertsSpec(FeedForwardSpec(3), count, active)
     assert remote_devices(experts, devices) == pytest.approx(sum(others) / len(others))
 

@@ -42,7 +42,7 @@ def counted(spec, by: str, load: hw.Workload = LOAD) -> int:
 )
 def test_grouped_heads_as_large_as_full_ones_by_hand(free, size, reached):
     found = hw.match_size(GQA, like=MHA, free=free)
-    assert (found.chosen, found.reached, found.wanted) == (size, reached, 4 * 512**2)
+    assert (found.chosen, found.reached, found.target) == (size, reached, 4 * 512**2)
     assert found.spec == with_size(GQA, free, size)
     assert hw.costs.count_parameters(found.spec) == reached
     assert found.difference == (reached - 4 * 512**2) / (4 * 512**2)
@@ -55,7 +55,7 @@ def test_products_are_matched_to_the_nearest_of_all_widths():
     each = {k: b * (4 * s * d * k * (q + kv) + 4 * s * (s + 1) // 2 * q * k) for k in range(1, 4000)}
     nearest = min(each, key=lambda k: abs(each[k] - expected))
     found = hw.match_size(GQA, like=MHA, by="flops", free="dim", workload=LOAD)
-    assert (found.wanted, found.chosen, found.reached) == (expected, nearest, each[nearest])
+    assert (found.target, found.chosen, found.reached) == (expected, nearest, each[nearest])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_products_are_matched_to_the_nearest_of_all_widths():
 )
 def test_caches_are_matched_by_hand(spec, free, size):
     found = hw.match_size(spec, like=MHA, by="kv", free=free, workload=LOAD)
-    assert (found.chosen, found.reached, found.wanted) == (size, 3 * 700 * 1024 * 2, 3 * 700 * 1024 * 2)
+    assert (found.chosen, found.reached, found.target) == (size, 3 * 700 * 1024 * 2, 3 * 700 * 1024 * 2)
 
 
 @given(spec=st.sampled_from(SPECS), like=st.sampled_from(SPECS), by=st.sampled_from(("params", "kv")), data=st.data())
@@ -109,7 +109,7 @@ def test_matched_quantities_are_those_of_the_cost_report(name):
     like, spec = hw.design(preset="mqa", model=96, heads=6), PRESETS[name]
     for by in MATCH_QUANTITIES:
         found = hw.match_size(spec, like=like, by=by, workload=LOAD)
-        assert (counted(like, by), counted(found.spec, by)) == (found.wanted, found.reached)
+        assert (counted(like, by), counted(found.spec, by)) == (found.target, found.reached)
 
 
 def test_dependent_sizes_follow():
@@ -173,7 +173,7 @@ def test_a_match_reports_the_chosen_size():
         "free": "dim",
         "was": 64,
         "chosen": 102,
-        "wanted": 1_048_576,
+        "target": 1_048_576,
         "reached": 1_044_480,
         "difference": -0.00390625,
     }

@@ -212,14 +212,14 @@ def test_pictures_stay_with_their_labels_at_mean_0_and_deviation_1(write: Any, t
     task = open_data(write(tmp_path), {"valid": 0.2})
     assert type(task).__name__ == "ImageClassification"
     assert task.data.sizes == {"train": 24, "valid": 6, "test": 10}
-    known = {picture.tobytes(): label for picture, label in zip(PICTURES, IMAGE_LABELS, strict=True)}
+    label_of_picture = {picture.tobytes(): label for picture, label in zip(PICTURES, IMAGE_LABELS, strict=True)}
     inputs, recorded = task.data.inputs, {}
     for split in data.SPLITS:
         for batch in swept(task, split):
             assert batch.x.shape[1:] == (1, 6, 5)
             back = (batch.x[:, 0].numpy() * inputs.deviation + inputs.mean) * 255
             for picture, label in zip(back.round().astype(np.uint8), batch.labels.tolist(), strict=True):
-                assert known[picture.tobytes()] == label
+                assert label_of_picture[picture.tobytes()] == label
                 recorded.setdefault(split, set()).add(picture.tobytes())
     assert [len(recorded[split]) for split in data.SPLITS] == [24, 6, 10]
     assert len(set().union(*recorded.values())) == 40

@@ -69,13 +69,13 @@ def test_multi30k_keeps_its_own_splits(shared: Path):
     assert task.data.sizes == {"train": 28_999, "valid": 1_014, "test": 1_000}
     assert task.notes == ("1 of 29000 pairs are not trained on because their sources are held out",)
     lines = [gzip.decompress(file.read_bytes()).decode().split("\n")[:-1] for file in files["test_2016_flickr"]]
-    known = dict(zip(*lines, strict=True))
+    translations = dict(zip(*lines, strict=True))
     batches = [task.batch(n, 64, "test") for n in range(task.batches(64, "test") or 0)]
     read = [reference for batch in batches for reference in batch.gold]
     assert Counter(read) == Counter(line.strip() for line in lines[1])
     for batch in batches:
         for ids, at, reference in zip(batch.source, batch.source_tokens.is_real, batch.gold, strict=True):
-            assert known[task.data.vocabularies[0].decode(ids[at].tolist())].strip() == reference
+            assert translations[task.data.vocabularies[0].decode(ids[at].tolist())].strip() == reference
     assert score_translations(read, read).bleu == pytest.approx(100)
 
 

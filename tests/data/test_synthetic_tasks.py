@@ -77,8 +77,8 @@ def rows(batch: Batch) -> list[tuple]:
         labels = batch.labels[n][live[n]] if batch.labels.dim() == 2 else batch.labels[n]
         result = [batch.x[n][live[n]].tolist(), labels.tolist()]
         if batch.source is not None:
-            here = slice(None) if batch.source_tokens is None else batch.source_tokens.is_real[n]
-            result.append(batch.source[n][here].tolist())
+            real = slice(None) if batch.source_tokens is None else batch.source_tokens.is_real[n]
+            result.append(batch.source[n][real].tolist())
         out.append(str(result))
     return out
 

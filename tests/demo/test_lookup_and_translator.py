@@ -21,8 +21,8 @@ VALUES = [41.375, 45.5, 45.0769, 45.5, 45.5, 45.49999993, 45.465599, 44.406018, 
 
 def test_soft_look_up_gives_the_known_numbers():
     found = [one.value for one in soft_lookup.look_up_by_all_methods()]
-    for ours, known in zip(found, VALUES, strict=True):
-        assert math.isclose(ours, known, abs_tol=6 * 10.0 ** -len(str(known).partition(".")[2])), (ours, known)
+    for ours, expected in zip(found, VALUES, strict=True):
+        assert math.isclose(ours, expected, abs_tol=6 * 10.0 ** -len(str(expected).partition(".")[2])), (ours, expected)
 
 
 def test_every_answer_is_a_mean():

@@ -151,10 +151,10 @@ def test_a_silent_rank_times_out(tmp_path: Path):
 
 
 def test_a_port_in_use_is_reported(monkeypatch: pytest.MonkeyPatch):
-    with socket.socket() as taken:
-        taken.bind(("localhost", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as other_server:
+        other_server.bind(("localhost", 0))
+        other_server.listen()
+        port = other_server.getsockname()[1]
         for name, value in rank_environment(0, 2, port).items():
             monkeypatch.setenv(name, value)
         message = f"the port of localhost:{port} is in use; give torchrun another --master-port, or --standalone"

@@ -242,10 +242,12 @@ class Watching:
 
 @contextmanager
 def watched(model: nn.Module):
-    those = find_attention(model)
-    passing = {one.site.name: Passing(model.get_submodule(one.site.path), one.call_index, [], [], []) for one in those}
+    site_modules = find_attention(model)
+    passing = {
+        one.site.name: Passing(model.get_submodule(one.site.path), one.call_index, [], [], []) for one in site_modules
+    }
     hooks = [one.module.register_forward_pre_hook(one.enter, with_kwargs=True) for one in passing.values()]
-    with hook_sites(model, those, {name: Watching(one) for name, one in passing.items()}), torch.no_grad():
+    with hook_sites(model, site_modules, {name: Watching(one) for name, one in passing.items()}), torch.no_grad():
         yield passing
     for hook in hooks:
         hook.remove()
@@ -388,9 +390,9 @@ REASONS = {
 
 @pytest.mark.parametrize("name", ZOO | FALLBACK)
 def test_every_site_has_a_spec_or_a_reason(name: str):
-    those = hw.sites((ZOO | FALLBACK)[name].build())
-    reasons = {site.spec_reason for site in those if site.spec is None}
-    assert those
+    sites = hw.sites((ZOO | FALLBACK)[name].build())
+    reasons = {site.spec_reason for site in sites if site.spec is None}
+    assert sites
     if name == "longformer":
         assert len(reasons) == 1
         assert REASONS[name] in reasons.pop()

@@ -45,8 +45,8 @@ def test_only_tokens_of_the_answer_are_scored():
     reader = examples_from_lines(net, LINES, answer_after="A:")
     assert reader.notes == ("texts without an answer after 'A:': 1",)
     examples, objective = reader.examples_with_frequencies(), OBJECTIVES["next-token"]
-    kept = [line for line in LINES if "A:" in line]
-    for example, line, answer in zip(examples, kept, ANSWERS, strict=True):
+    lines = [line for line in LINES if "A:" in line]
+    for example, line, answer in zip(examples, lines, ANSWERS, strict=True):
         evaluation = objective.prepare_input(net, example, 0)
         assert evaluation.num_targets == len(answer)
         with torch.no_grad():
@@ -55,9 +55,9 @@ def test_only_tokens_of_the_answer_are_scored():
     result = estimate_importance(net, examples, method="leave-one-out")
     for head in result.heads:
         with hw.ablate(net, [(head.site, head.head)]), torch.no_grad():
-            without = [answer_loss(net, *pair) for pair in zip(kept, ANSWERS, strict=True)]
+            without = [answer_loss(net, *pair) for pair in zip(lines, ANSWERS, strict=True)]
         with torch.no_grad():
-            whole = [answer_loss(net, *pair) for pair in zip(kept, ANSWERS, strict=True)]
+            whole = [answer_loss(net, *pair) for pair in zip(lines, ANSWERS, strict=True)]
         assert head.value == pytest.approx((sum(without) - sum(whole)) / 3, rel=1e-6, abs=1e-12)
 
 

@@ -38,9 +38,9 @@ def map_of_words(block: WeightBand) -> tuple[np.ndarray, np.ndarray, TokenAnnota
     recorded: list[WeightBand] = []
     WordBandMerger(lambda _, band: recorded.append(band)).add_band(SITE, block)
     (one,) = recorded
-    those = (one.key_tokens.word_index >= 0).numpy()
+    in_words = (one.key_tokens.word_index >= 0).numpy()
     allowed = (one.allowed if one.allowed.dim() == 2 else one.allowed.any(0)).numpy()
-    return one.w_HTS.numpy()[:, those][:, :, those], allowed[those][:, those], one.key_tokens
+    return one.w_HTS.numpy()[:, in_words][:, :, in_words], allowed[in_words][:, in_words], one.key_tokens
 
 
 def best(row: np.ndarray, expected: int) -> float:
@@ -106,10 +106,10 @@ def test_arcs_are_counted_one_by_one(convention: str, kind: str, by_hand, step: 
     syntax = gone_through(DependencyScores(convention=convention, min_arcs=1), texts, step)
     expected = [by_hand(*one) for one in texts]
     for value, own in zip(syntax.counts_by_example, expected, strict=True):
-        there = {key: sums for (_, key), sums in value.items() if sums[-1]}
-        assert set(there) == set(own)
+        nonzero = {key: sums for (_, key), sums in value.items() if sums[-1]}
+        assert set(nonzero) == set(own)
         for key, rows in own.items():
-            assert np.allclose(there[key], sum(rows)), key
+            assert np.allclose(nonzero[key], sum(rows)), key
     draws = draw_resamples(6, 300, 0)
     measures = syntax.measures(draws)
     tests = maps.HEADS * len({key for own in expected for key in own})

@@ -60,8 +60,8 @@ def spread(weights: Array) -> float:
 
 def test_the_spread_as_it_is_defined_of_layers_of_several_sizes():
     weights = random_weights(7, 0)
-    who = (*heads(1, 4), *(HeadLocation("decoder.1.attention", 1, head) for head in range(3)))
-    adding = DiversitySums(who, 9, 0)
+    locations = (*heads(1, 4), *(HeadLocation("decoder.1.attention", 1, head) for head in range(3)))
+    adding = DiversitySums(locations, 9, 0)
     adding.add(0, rows_of(weights))
     found = adding.layer_diversities(10, 0)
     result = weights.double().numpy()
@@ -92,8 +92,8 @@ def test_the_spread_of_a_row_is_that_of_the_heads_that_count_it():
 
 
 def test_text_by_text_is_all_at_once():
-    who, texts = heads(2, 3), [random_weights(6, seed, rows=2 + seed) for seed in range(4)]
-    diversity_sums, whole = DiversitySums(who, 9, 0), DiversitySums(who, 9, 0)
+    locations, texts = heads(2, 3), [random_weights(6, seed, rows=2 + seed) for seed in range(4)]
+    diversity_sums, whole = DiversitySums(locations, 9, 0), DiversitySums(locations, 9, 0)
     for number, weights in enumerate(texts):
         diversity_sums.add(number, rows_of(weights))
     whole.add(0, rows_of(torch.cat(texts, 1)))
@@ -103,9 +103,9 @@ def test_text_by_text_is_all_at_once():
 
 
 def test_permuted_heads_give_a_calibrated_null():
-    who, least, chances = heads(3, 4), [], []
+    locations, least, chances = heads(3, 4), [], []
     for trial in range(80):
-        adding = DiversitySums(who, 39, trial)
+        adding = DiversitySums(locations, 39, trial)
         adding.add(0, rows_of(random_weights(12, trial)))
         found = adding.layer_diversities(2, 0)
         least.append(min(one.p for one in found))
@@ -115,9 +115,9 @@ def test_permuted_heads_give_a_calibrated_null():
 
 
 def test_a_layer_whose_heads_are_alike_is_found():
-    who, weights = heads(5, 6), random_weights(30, 1, rows=20, sharp=4.0)
+    locations, weights = heads(5, 6), random_weights(30, 1, rows=20, sharp=4.0)
     weights[6:12] = weights[6] * 0.9 + weights[6:12] * 0.1
-    adding = DiversitySums(who, 99, 0)
+    adding = DiversitySums(locations, 99, 0)
     adding.add(0, rows_of(weights))
     found = adding.layer_diversities(2, 0)
     assert found[1].p < 0.05
@@ -126,8 +126,8 @@ def test_a_layer_whose_heads_are_alike_is_found():
 
 
 def test_a_single_head_or_a_single_layer_has_no_chance():
-    for who in (heads(1, 3), heads(3, 1)):
-        adding = DiversitySums(who, 9, 0)
+    for locations in (heads(1, 3), heads(3, 1)):
+        adding = DiversitySums(locations, 9, 0)
         adding.add(0, rows_of(random_weights(3, 0)))
         found = adding.layer_diversities(2, 0)
         assert all(math.isnan(one.p) for one in found)

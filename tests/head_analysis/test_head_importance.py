@@ -160,15 +160,15 @@ def test_leaving_out_of_torchs_own_is_a_copy_without_the_columns():
     "net", [build_model(GPT2), build_model(OUR_BERT), translator()], ids=["decoder", "encoder", "both"]
 )
 def test_beginning_again_midway_is_the_whole_run(net: Any):
-    those, inputs = find_attention(net), prepare_inputs(net, make_examples(net)[0].inputs, 0)
-    again, whole = PartialForward(net, those, inputs), RepeatedForward(net, those, inputs)
+    site_modules, inputs = find_attention(net), prepare_inputs(net, make_examples(net)[0].inputs, 0)
+    again, whole = PartialForward(net, site_modules, inputs), RepeatedForward(net, site_modules, inputs)
     assert torch.equal(again.baseline_outputs, whole.baseline_outputs)
     assert again.head_counts == whole.head_counts
-    for one in those:
+    for one in site_modules:
         for head in range(one.site.heads):
             silent = {one.site.name: HeadAblationHook(head)}
             assert torch.equal(again.run_with_hooks(silent), whole.run_with_hooks(silent))
-    everywhere = {one.site.name: HeadAblationHook(0) for one in those}
+    everywhere = {one.site.name: HeadAblationHook(0) for one in site_modules}
     assert torch.equal(again.run_with_hooks(everywhere), whole.run_with_hooks(everywhere))
     assert not torch.equal(again.run_with_hooks(everywhere), again.baseline_outputs)
 

@@ -97,10 +97,10 @@ def keys_for(share: float, row: Row) -> float:
 
 
 def rarest(row: Row) -> list[int]:
-    known = {
+    frequencies = {
         s: int(n) for s, n in enumerate(row.key_tokens.frequency.tolist()) if n > 0 and not row.key_tokens.is_special[s]
     }
-    return [s for s, n in known.items() if n == min(known.values())]
+    return [s for s, n in frequencies.items() if n == min(frequencies.values())]
 
 
 def rare(row: Row) -> tuple[float, int]:
@@ -339,11 +339,11 @@ def test_word_annotations():
     key_tokens, of = block.key_tokens, number_words(block.key_tokens).tolist()
     merged = merge_annotations(key_tokens)
     for number in range(of[-1] + 1):
-        those = [s for s, one in enumerate(of) if one == number]
-        assert merged.words[number] == "".join(key_tokens.words[s] for s in those)
-        assert int(merged.frequency[number]) == min(int(key_tokens.frequency[s]) for s in those)
-        assert bool(merged.is_special[number]) == any(bool(key_tokens.is_special[s]) for s in those)
-        assert int(merged.word_index[number]) == int(key_tokens.word_index[those[0]])
+        tokens = [s for s, one in enumerate(of) if one == number]
+        assert merged.words[number] == "".join(key_tokens.words[s] for s in tokens)
+        assert int(merged.frequency[number]) == min(int(key_tokens.frequency[s]) for s in tokens)
+        assert bool(merged.is_special[number]) == any(bool(key_tokens.is_special[s]) for s in tokens)
+        assert int(merged.word_index[number]) == int(key_tokens.word_index[tokens[0]])
         for other in range(of[-1] + 1):
             both = [[int(key_tokens.ids[s]) for s, one in enumerate(of) if one == n] for n in (number, other)]
             assert (both[0] == both[1]) == bool(merged.ids[number] == merged.ids[other])

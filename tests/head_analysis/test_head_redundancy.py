@@ -254,10 +254,10 @@ def shared_sink(seed: int, heads: int = 7, rows: int = 11, keys: int = 13) -> Sa
     draw = torch.Generator().manual_seed(seed)
     weights = 0.2 * torch.cat([torch.zeros(heads, rows, 1), rows_of(heads, rows, keys, draw)], -1)
     weights[..., 0] += 0.8
-    who = tuple(HeadLocation("decoder.0.attention", 0, head) for head in range(heads))
+    locations = tuple(HeadLocation("decoder.0.attention", 0, head) for head in range(heads))
     is_sink = torch.arange(keys) == 0
     may = torch.ones(heads, rows, keys, dtype=torch.bool)
-    return SampledRows(("text", "text"), who, torch.nn.functional.pad(weights, (0, 1)), may, is_sink)
+    return SampledRows(("text", "text"), locations, torch.nn.functional.pad(weights, (0, 1)), may, is_sink)
 
 
 def rows_of(heads: int, rows: int, keys: int, draw: torch.Generator) -> Tensor:
@@ -583,7 +583,7 @@ def test_weights_that_do_not_sum_to_one_are_skipped_and_reported():
             parameter.mul_(9)
     found = measure_redundancy(net.eval(), make_examples(3), options=LIGHT)
     why = "its weights are negative or sum to more than one"
-    assert [who.site for who in only(found).heads] == ["decoder.0.attention"] * 4
+    assert [head.site for head in only(found).heads] == ["decoder.0.attention"] * 4
     assert found.notes[1:] == (f"decoder.1.attention is left out: {why}",)
 
 

@@ -51,8 +51,8 @@ def spread(some: list[WeightBand]) -> tuple[torch.Tensor, torch.Tensor]:
     allowed = torch.zeros(heads, COUNT, COUNT, dtype=torch.bool)
     for one in some:
         _, rows, keys = one.w_HTS.shape
-        here = slice(one.first_query, one.first_query + rows), slice(one.first_key, one.first_key + keys)
-        weights[:, here[0], here[1]], allowed[:, here[0], here[1]] = one.w_HTS, one.allowed
+        band = slice(one.first_query, one.first_query + rows), slice(one.first_key, one.first_key + keys)
+        weights[:, band[0], band[1]], allowed[:, band[0], band[1]] = one.w_HTS, one.allowed
     return weights, allowed
 
 
@@ -179,18 +179,18 @@ def test_columns_are_those_of_all_weights(monkeypatch):
     net = hw.build(ModelSpec("seen", "decoder", (stack,), (OutputHeadSpec("tokens", 17),)), seed=0)
     ids, none = torch.arange(13) % 17, torch.zeros(13, dtype=torch.bool)
     example = Example(ids[None], {"text": TokenAnnotations(ids, ("",) * 13, none, none, none, torch.arange(13), ids)})
-    those, received, bands = find_attention(net.eval()), AttentionReceived(), []
+    site_modules, received, bands = find_attention(net.eval()), AttentionReceived(), []
     monkeypatch.setattr(weight_bands, "MAX_CELLS", 3 * 13 * 2)
 
     def see(site, block):
         bands.append(site)
         received.add_band(site, block)
 
-    stream_weight_bands(net, those, example, {one.site.name: ("text", "text") for one in those}, see)
-    assert len(bands) > 2 * len(those)
+    stream_weight_bands(net, site_modules, example, {one.site.name: ("text", "text") for one in site_modules}, see)
+    assert len(bands) > 2 * len(site_modules)
     probes = {name: hw.Probe("weights") for name, _ in net.spec.attention_specs()}
     net.probes = probes
     net(ids[None])
-    for one, probe in zip(those, probes.values(), strict=True):
+    for one, probe in zip(site_modules, probes.values(), strict=True):
         weights = probe.tensors["weights"][0].double().sum(1)
         torch.testing.assert_close(received.sums[one.site.name], weights, rtol=1e-5, atol=1e-6, check_dtype=False)

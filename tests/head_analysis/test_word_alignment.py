@@ -72,7 +72,7 @@ def test_links_are_counted_as_sets(kind: str, row: str, step: int):
     for block, links in texts:
         found, linked = links_of(block, row)
         sure, possible = {(s, t) for s, t, is_sure in links if is_sure}, {(s, t) for s, t, _ in links}
-        right += [[sum(one.get(link, 0) for link in those) for one in found] for those in (sure, possible)]
+        right += [[sum(one.get(link, 0) for link in pairs) for one in found] for pairs in (sure, possible)]
         sample, gold = sample + linked, gold + len(sure)
     expected = {"": right.sum(0) / (sample + gold), " precision": right[1] / sample, " recall": right[0] / gold}
     for head in range(maps.HEADS):

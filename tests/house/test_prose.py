@@ -24,6 +24,12 @@ IDIOMS = [
     *("behind one another", "beside each other", "what is left", "the way back", "on the way there"),
 ]
 IDIOM = re.compile(rf"\b(?:{'|'.join(IDIOMS)})\b", re.IGNORECASE)
+# A docstring starts with what is returned or done, not with a clause that refers to something else.
+RIDDLE = re.compile(r"(What|Who|The same|Same|Those|It)\b")
+# Participles and adverbs as names of things.
+OPAQUE_VARIABLE = re.compile(
+    r"_*(told|said|heard|held|made|given|kept|known|found|drawn|taken|gone|seen|wanted|here|there)"
+)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -37,6 +43,25 @@ def prose_of_code(source: str) -> list[str]:
     return texts + [token.string for token in tokens if token.type == tokenize.COMMENT]
 
 
+def summaries(source: str) -> list[str]:
+    """The first line of each docstring."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, DOCUMENTED)]
+    return [docstring.splitlines()[0] for node in nodes if (docstring := ast.get_docstring(node))]
+
+
+def bound_names(source: str) -> list[str]:
+    """Names that are assigned, of arguments, and of functions and classes."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append(node.id)
+        elif isinstance(node, ast.arg):
+            names.append(node.arg)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.append(node.name)
+    return names
+
+
 def prose_of_page(text: str) -> list[str]:
     """A Markdown page without its code blocks."""
     return [re.sub(r"^(```|~~~).*?^\1", "", text, flags=re.DOTALL | re.MULTILINE)]
@@ -48,8 +73,9 @@ def count(texts: list[str]) -> tuple[int, Counter[str]]:
     return words, Counter(match.lower() for text in texts for match in IDIOM.findall(text))
 
 
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
 CORPORA = {
-    "src": [text for path in sorted((ROOT / "src").rglob("*.py")) for text in prose_of_code(path.read_text())],
+    "src": [text for path in SOURCES for text in prose_of_code(path.read_text())],
     "docs": [
         text
         for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -69,3 +95,28 @@ def test_idioms_are_found():
     code = 'def f():\n    """What a head says."""\n    x = "nobody reads it at all"  # whoever is heard\n'
     assert count(prose_of_code(code))[1] == {"says": 1, "nobody": 1, "whoever": 1, "heard": 1}
     assert count(prose_of_page("It is drawn anew.\n\n```\nall that\n```\n"))[1] == {"anew": 1}
+
+
+def test_docstrings_start_with_their_subject():
+    texts = {path: summaries(path.read_text()) for path in SOURCES}
+    riddles = [f"{path}: {text}" for path, lines in texts.items() for text in lines if RIDDLE.match(text)]
+    assert sum(map(len, texts.values())) > 1000
+    assert riddles == []
+
+
+def test_names_are_nouns_and_verbs():
+    names = {
+        path: [name for name in bound_names(path.read_text()) if OPAQUE_VARIABLE.fullmatch(name)] for path in SOURCES
+    }
+    assert {str(path): found for path, found in names.items() if found} == {}
+
+
+def test_opaque_names_and_riddles_are_detected():
+    code = 'def told(given):\n    """What is told."""\n    for seen in given:\n        found_keys, _held = seen\n'
+    assert [name for name in bound_names(code) if OPAQUE_VARIABLE.fullmatch(name)] == ["told", "given", "seen", "_held"]
+    assert [bool(RIDDLE.match(text)) for text in (*summaries(code), "Whatever", "Itself", "The same, done")] == [
+        True,
+        False,
+        False,
+        True,
+    ]

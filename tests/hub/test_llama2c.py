@@ -168,13 +168,13 @@ def test_sizes_that_begin_like_a_pickle_are_read(tmp_path: Path):
 def invented(rng: random.Random) -> tuple[Scores, str]:
     """Pieces joined at random, in an order that follows from nothing, and the letters they are made of."""
     letters = rng.choice(["ab ", "a ", "abc ", "ab\u00e9 ", "xyab "])
-    known, built = list(letters), list[str]()
+    texts, built = list(letters), list[str]()
     for _ in range(rng.randrange(3, 25)):
-        piece = rng.choice(known + built) + rng.choice(known + built)
-        built += [piece] if piece not in known + built and len(piece) < 9 else []
+        piece = rng.choice(texts + built) + rng.choice(texts + built)
+        built += [piece] if piece not in texts + built and len(piece) < 9 else []
     scores = rng.sample(range(len(built)), len(built))
     pieces = [(piece, -float(score)) for piece, score in zip(built, scores, strict=True)]
-    return FIRST + pieces + [(char, -1000.0 - n) for n, char in enumerate(known)], letters
+    return FIRST + pieces + [(char, -1000.0 - n) for n, char in enumerate(texts)], letters
 
 
 def test_text_is_cut_as_the_definition_cuts_it(tmp_path: Path):

@@ -357,14 +357,14 @@ def test_registration_waits_until_the_import_is_complete(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("version", "taken"), [("5.2.9", False), ("4.57.1", False), ("5.3.0", True), ("6.0.dev0", True)]
 )
-def test_transformers_before_5_3_is_left_alone(version: str, taken: bool, monkeypatch: pytest.MonkeyPatch):
+def test_transformers_before_5_3_is_left_alone(version: str, registers: bool, monkeypatch: pytest.MonkeyPatch):
     interfaces = (transformers.AttentionInterface, transformers.AttentionMaskInterface)
     for one in interfaces:
         keep = {name: tensor for name, tensor in one._global_mapping.items() if name != "headwise"}
         monkeypatch.setattr(one, "_global_mapping", keep)
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # which may stand there anew
     transformers_backend.register_backend()
-    assert ["headwise" in one() for one in interfaces] == [taken, taken]
+    assert ["headwise" in one() for one in interfaces] == [registers, registers]
 
 
 def test_a_model_without_the_attention_interface_equals_eager():

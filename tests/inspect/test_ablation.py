@@ -46,8 +46,8 @@ class Hand(nn.Module):
     def outputs(self, x: Tensor) -> Tensor:
         """What heads say."""
         q, k, v = (self.__getattr__(name)(x).unflatten(-1, (3, 4)) for name in "qkv")
-        those = [(q[:, :, h] @ k[:, :, h].transpose(1, 2) / 2).softmax(-1) @ v[:, :, h] for h in range(3)]
-        return torch.stack(those, 2)
+        weights = [(q[:, :, h] @ k[:, :, h].transpose(1, 2) / 2).softmax(-1) @ v[:, :, h] for h in range(3)]
+        return torch.stack(weights, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(self.outputs(x).flatten(2))
@@ -135,8 +135,8 @@ def test_means_are_those_of_the_tokens_that_count():
     by_place = hw.head_means(model, batches, [(1, 2)], kind="position")["encoder.1.attention", 2]
     assert by_place.shape == (1, 11, 8)
     for place in range(11):
-        here = np.stack([row[place] for row in recorded if len(row) > place])
-        np.testing.assert_allclose(by_place[0, place], here.mean(0), rtol=1e-12)
+        vectors = np.stack([row[place] for row in recorded if len(row) > place])
+        np.testing.assert_allclose(by_place[0, place], vectors.mean(0), rtol=1e-12)
     noise = hw.head_noise(model, batches, [(1, 2)], seed=5)["encoder.1.attention", 2]
     np.testing.assert_allclose(noise.mean, rows.mean(0), rtol=1e-12)
     np.testing.assert_allclose(noise.std, rows.std(0, ddof=1), rtol=1e-12)
@@ -653,7 +653,7 @@ def test_steps_of_generation():
 
 VECTOR, NAN = torch.zeros(4), torch.tensor([0.0, float("nan"), 0, 0])
 MASK = torch.ones(2, 5, dtype=torch.bool)
-ONE = torch.arange(10).view(2, 5) < 1
+FIRST_TOKEN = torch.arange(10).view(2, 5) < 1
 WRONG = {
     "all of a name twice": (lambda net: hw.ablate(net, [(0, "all"), (0, 1)]), "named twice"),
     "every": (lambda net: hw.ablate(net, [(0, "every")]), "names no head"),
@@ -663,7 +663,7 @@ WRONG = {
     "scaled mean": (lambda net: hw.ablate(net, [(0, 1)], "mean", scale=0.5), "leave scale out"),
     "mode of a mapping": (lambda net: hw.ablate(net, {(0, 1): 0.5}, "mean"), "leave them out"),
     "seed of a mode": (lambda net: hw.ablate(net, [(0, 1)], "noise", seed=-1), "is no seed"),
-    "mean of one token": (lambda net: hw.ablate(net, [(0, 1)], "mean", tokens=ONE), "hw.head_means"),
+    "mean of one token": (lambda net: hw.ablate(net, [(0, 1)], "mean", tokens=FIRST_TOKEN), "hw.head_means"),
     "nan": (lambda net: hw.patch(net, {(0, 1): NAN}), "NaN or infinite"),
     "whole numbers": (lambda net: hw.patch(net, {(0, 1): torch.zeros(4, dtype=torch.long)}), "float tensor"),
     "meta": (lambda net: hw.patch(net, {(0, 1): torch.zeros(4, device="meta")}), "infinite"),
@@ -681,7 +681,7 @@ WRONG = {
     "std": (lambda net: hw.patch(net, {(0, 1): hw.Noise(std=-1.0)}), "std >= 0"),
     "wide std": (lambda net: hw.patch(net, {(0, 1): hw.Noise(std=torch.ones(7))}), "output 4 channels, not 7"),
     "std of words": (lambda net: hw.patch(net, {(0, 1): hw.Noise(std="big")}), "give a number"),
-    "one token": (lambda net: hw.patch(net, {(0, 1): hw.Noise()}, tokens=ONE), "cannot compute mean"),
+    "one token": (lambda net: hw.patch(net, {(0, 1): hw.Noise()}, tokens=FIRST_TOKEN), "cannot compute mean"),
     "kind": (lambda net: hw.head_means(net, [IDS], kind="median"), "is unknown; give"),
     "no batch": (lambda net: hw.head_means(net, []), "no batches"),
     "no list": (lambda net: hw.head_means(net, 3), "batches are of type int; give token ids"),

@@ -76,13 +76,13 @@ def test_attentions_are_found_by_their_operations(name: str):
     make, pattern, out = FOUND[name]
     model = blocks(make)
     assert hw.sites(model) == []
-    those = hw.sites(model, X)
-    assert [(site.q, site.kv, site.dim, site.pattern) for site in those] == [(HEADS, HEADS, DIM, pattern)] * 2
-    assert [site.layer for site in those] == [0, 1]
+    sites = hw.sites(model, X)
+    assert [(site.q, site.kv, site.dim, site.pattern) for site in sites] == [(HEADS, HEADS, DIM, pattern)] * 2
+    assert [site.layer for site in sites] == [0, 1]
     whole = model(X)
     with record_sites(model) as keeps:
         assert torch.equal(model(X), whole)
-    (core,) = keeps[those[0].name].seen
+    (core,) = keeps[sites[0].name].seen
     expected = spelt_out(model[0], X, pattern == "causal()")
     for head in range(HEADS):
         assert torch.allclose(core.head_weights(head).double(), expected[:, head], atol=1e-5)
@@ -126,10 +126,10 @@ UNCLEAR = {
 def test_unrecognised_attentions_are_listed_and_refused(name: str):
     make, why = UNCLEAR[name]
     model = blocks(make)
-    those = hw.sites(model, X)
-    site = next(site for site in those if site.path == "0")
+    sites = hw.sites(model, X)
+    site = next(site for site in sites if site.path == "0")
     assert why in site.observe.reason
-    assert why in " ".join(str(those).split())
+    assert why in " ".join(str(sites).split())
     with pytest.raises(ValueError, match=why), hw.ablate(model, [(site.name, 0)]):
         pass
 
@@ -260,11 +260,11 @@ def test_a_lora_adapter_is_ablated_with_its_layer():
         layers = model.model.layers if name == "llama" else model.transformer.h
         attention = getattr(layers[1], path)
         setattr(attention, attribute, LoRALinear(getattr(attention, attribute)))
-        those = hw.sites(model)
-        assert those[1].path.endswith(f".1.{path}")
-        assert "built" not in those[1].prune.reason
-        assert "merge it first" in those[1].prune.reason
-        assert "merge" not in those[0].prune.reason
+        sites = hw.sites(model)
+        assert sites[1].path.endswith(f".1.{path}")
+        assert "built" not in sites[1].prune.reason
+        assert "merge it first" in sites[1].prune.reason
+        assert "merge" not in sites[0].prune.reason
         whole = run_model(model, zoo.inputs())
         with hw.ablate(model, [(1, 1)]):
             quiet = run_model(model, zoo.inputs())
@@ -294,9 +294,9 @@ def test_quantised_weights_are_ablated_but_not_pruned():
     model = zoo.build()
     attention = model.transformer.h[0].attn
     attention.out_proj = Packed(attention.out_proj)
-    those = hw.sites(model)
-    assert "quantised (int8)" in those[0].prune.reason
-    assert "quantised" not in those[1].prune.reason
+    sites = hw.sites(model)
+    assert "quantised (int8)" in sites[0].prune.reason
+    assert "quantised" not in sites[1].prune.reason
     with hw.ablate(model, [(0, 2)]):
         quiet = run_model(model, zoo.inputs())
     attention.out_proj.weight[:, 16:24] = 0
@@ -311,10 +311,10 @@ def test_layers_without_attention_are_reported():
         """What stands in the place of an attention."""
 
     model.model.layers[1].self_attn = Steady()
-    those = hw.sites(model)
-    assert len(those) == 1
-    assert "1 of 2 layers have no attention (Steady instead): model.layers.1" in str(those)
-    assert those.to_dict["notes"] == those.notes
+    sites = hw.sites(model)
+    assert len(sites) == 1
+    assert "1 of 2 layers have no attention (Steady instead): model.layers.1" in str(sites)
+    assert sites.to_dict["notes"] == sites.notes
     assert ZOO["t5"].build() is not None
     for name in ("t5", "bart", "bert"):
         assert hw.sites(ZOO[name].build()).notes == []

@@ -126,9 +126,9 @@ KINDS: dict[str, Callable[[Case], Any]] = {
 @pytest.fixture(scope="module", params=list(MODELS))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     torch.manual_seed(0)
-    made = MODELS[request.param](tmp_path_factory.mktemp(request.param))
-    hw.sites(made.model, IDS)  # finds the attention of models without an interface
-    return made
+    folder_case = MODELS[request.param](tmp_path_factory.mktemp(request.param))
+    hw.sites(folder_case.model, IDS)  # finds the attention of models without an interface
+    return folder_case
 
 
 def outputs_of(result: Any) -> Tensor:
@@ -137,26 +137,26 @@ def outputs_of(result: Any) -> Tensor:
 
 def projection_input(case: Case) -> Tensor:
     """Head outputs of the first layer, by a hook of torch or the layer's own method, [B, T, heads, width]."""
-    seen: list[Tensor] = []
+    inputs: list[Tensor] = []
     if isinstance(case.model, hw.Transformer):
         attention = case.model.stacks["decoder"].blocks[0].attentions["attention"]
-        handle = attention.register_forward_hook(lambda _, args, kwargs, y: seen.append(args[0]), with_kwargs=True)
+        handle = attention.register_forward_hook(lambda _, args, kwargs, y: inputs.append(args[0]), with_kwargs=True)
         case.call(IDS)
         handle.remove()
-        return attention.head_outputs(seen[0])
-    handle = case.projection.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        return attention.head_outputs(inputs[0])
+    handle = case.projection.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     case.call(IDS)
     handle.remove()
     heads = hw.sites(case.model)[0].heads
-    return seen[0].unflatten(-1, (heads, -1))
+    return inputs[0].unflatten(-1, (heads, -1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_runs_on_every_kind_of_input(case: Case, kind: str):
     with torch.no_grad():
         expected = case.call(IDS)
-    given = hw.run_model(case.model, KINDS[kind](case), tokenizer=case.tokenizer)
-    torch.testing.assert_close(outputs_of(given), expected, rtol=1e-5, atol=1e-5)
+    output = hw.run_model(case.model, KINDS[kind](case), tokenizer=case.tokenizer)
+    torch.testing.assert_close(outputs_of(output), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

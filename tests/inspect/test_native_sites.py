@@ -62,9 +62,9 @@ def test_rows_are_the_definitions(name: str):
 def test_a_model_of_ours_and_a_copy_of_it():
     net = hw.build(hw.families.read_model_spec(GPT), seed=0)
     ids = torch.tensor([[3, 1, 4, 1, 5]])
-    those = hw.sites(net)
-    assert [site.name for site in those] == ["decoder.0.attention", "decoder.1.attention"]
-    assert [site.spec for site in those] == [spec for _, spec in net.spec.attention_specs()]
+    sites = hw.sites(net)
+    assert [site.name for site in sites] == ["decoder.0.attention", "decoder.1.attention"]
+    assert [site.spec for site in sites] == [spec for _, spec in net.spec.attention_specs()]
     with torch.no_grad():
         whole = net(ids)
         with hw.ablate(net, [(1, 2)], scale=0.5):

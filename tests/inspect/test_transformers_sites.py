@@ -42,10 +42,10 @@ def test_ablation_equals_removing_output_columns(name: str):
     """Also where no interface is asked."""
     zoo = (ZOO | FALLBACK)[name]
     model = zoo.build()
-    those = hw.sites(model)
-    assert all(site.q == 4 for site in those)
+    sites = hw.sites(model)
+    assert all(site.q == 4 for site in sites)
     whole = run_model(model, zoo.inputs())
-    for site in those[:: max(1, len(those) // 3)]:
+    for site in sites[:: max(1, len(sites) // 3)]:
         with hw.ablate(model, [(site.name, 1), (site.name, 3)]):
             quiet = run_model(model, zoo.inputs())
         other = copy.deepcopy(model)

@@ -247,8 +247,8 @@ def test_references_of_flash_attention_equal_the_kernels(monkeypatch, ends, ahea
 
     expected = call()
     monkeypatch.setattr(FLASH_ATTENTION_KERNELS, "is_usable", lambda dtype: False)
-    for found, wanted in zip(call(), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    for found, expected_tensor in zip(call(), expected, strict=True):
+        torch.testing.assert_close(found, expected_tensor, rtol=1e-10, atol=1e-12)
 
 
 def test_background_compilations_leave_a_core_free(monkeypatch):

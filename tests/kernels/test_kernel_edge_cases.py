@@ -178,14 +178,14 @@ def test_weights_are_computed_again_from_8_bits(small):
 def test_a_plan_is_handed_out_though_another_thread_forgets_all(monkeypatch):
     class Forgetful(dict):
         def __contains__(self, key):
-            there = super().__contains__(key)
+            result = super().__contains__(key)
             self.clear()
-            return there
+            return result
 
         def get(self, key, default=None):
-            there = super().get(key, default)
+            result = super().get(key, default)
             self.clear()
-            return there
+            return result
 
     layer = hw.Attention(hw.design(model=8, heads=2, pattern="window(5)"))
     x = torch.randn(1, 300, 8)

@@ -353,14 +353,14 @@ def test_rows_that_fork_read_as_one_pass_reads(name, first, more, page, order):
     pool = make_pool(layer.spec, torch.float64, page, 5 * (-(-400 // page) + 2), order)
     texts = [torch.randn(first, MODEL, dtype=torch.float64)]
     cache = prefilled_cache(layer, pool, texts[0][None], [first])
-    for taken, count in zip(([0, 0, 0], [0, 0, 2, 1, 1]), more, strict=True):
-        cache.select_rows(torch.tensor(taken))
-        new = torch.randn(len(taken), count, MODEL, dtype=torch.float64)
+    for parents, count in zip(([0, 0, 0], [0, 0, 2, 1, 1]), more, strict=True):
+        cache.select_rows(torch.tensor(parents))
+        new = torch.randn(len(parents), count, MODEL, dtype=torch.float64)
         with torch.no_grad():
             layer(new, cache=cache)
-        texts = [torch.cat([texts[n], own]) for n, own in zip(taken, new, strict=True)]
+        texts = [torch.cat([texts[n], own]) for n, own in zip(parents, new, strict=True)]
         for _ in range(2):
-            new = torch.randn(len(taken), 1, MODEL, dtype=torch.float64)
+            new = torch.randn(len(parents), 1, MODEL, dtype=torch.float64)
             texts = [torch.cat(value) for value in zip(texts, new, strict=True)]
             ours = decode_step(layer, cache, new, "paged")
             for row, text in zip(ours, texts, strict=True):

@@ -20,8 +20,8 @@ ENTRIES = learn.entries_of("002")
 def masked_causal_change() -> dict:
     layer, x = make_layer(hw.design(model=12, heads=3, pattern="causal()")), array(sample(2, 1, 9, 12))[0]
     other = np.concatenate([x[:5], array(sample(3, 1, 4, 12))[0]])
-    seen = np.tril(np.ones((9, 9), dtype=bool))
-    change = np.abs(layer_output(layer, x, 3, allowed=seen) - layer_output(layer, other, 3, allowed=seen))
+    allowed = np.tril(np.ones((9, 9), dtype=bool))
+    change = np.abs(layer_output(layer, x, 3, allowed=allowed) - layer_output(layer, other, 3, allowed=allowed))
     return {"before": 0.0, "after": float(change[5:].max()), "position": 5}
 
 

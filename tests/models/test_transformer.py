@@ -285,9 +285,9 @@ def test_experts_follow_their_router(scores: str, bias: str):
         y = run(x.flatten(0, 1), share, chosen).view(x.shape) + (0 if feed.shared is None else feed.shared(x))
         torch.testing.assert_close(y, expected)
     names, tensors = zip(*feed.named_parameters(), strict=True)
-    wanted = torch.autograd.grad(expected.square().sum(), (x, *tensors), retain_graph=True)
+    expected_gradients = torch.autograd.grad(expected.square().sum(), (x, *tensors), retain_graph=True)
     got = torch.autograd.grad(feed(x).square().sum(), (x, *tensors))
-    for name, ours, theirs in zip(("x", *names), got, wanted, strict=True):
+    for name, ours, theirs in zip(("x", *names), got, expected_gradients, strict=True):
         torch.testing.assert_close(ours, theirs, msg=name)
 
 

@@ -34,10 +34,10 @@ def parser() -> argparse.ArgumentParser:
 def choose(command: argparse.ArgumentParser, args: argparse.Namespace) -> list[Trial]:
     """The mutants that the options ask for."""
     if args.guards is not None:
-        known = {trial.name: trial for trial in guards()}
-        if unknown := set(args.guards) - set(known):
+        trials = {trial.name: trial for trial in guards()}
+        if unknown := set(args.guards) - set(trials):
             command.error(f"no guard is named {', '.join(sorted(unknown))}; `--guards --list` prints all names")
-        return [known[name] for name in args.guards or known]
+        return [trials[name] for name in args.guards or trials]
     tests = tests_of_module()
     if unknown := set(args.module or ()) - set(tests):
         command.error(f"tests_of_module.toml has no module {', '.join(sorted(unknown))}")

@@ -26,6 +26,8 @@ OUTPUT_LINES = 15  # lines of pytest's output shown for a mutant that was not ki
 # An editable install must not win over PYTHONPATH: check where the package comes from before running a test.
 WRONG_SOURCE = 97
 CANNOT_IMPORT = 98
+# The mutated module is imported before tests/conftest.py, which sets the same policy of kernels.
+TEST_ENVIRONMENT = {"HEADWISE_KERNELS": "wait", "PYTHONDONTWRITEBYTECODE": "1"}
 RUN_PYTEST = f"""
 import importlib, importlib.util, pathlib, sys
 copy, module, *args = sys.argv[1:]
@@ -85,7 +87,7 @@ def run_tests(source: Path, module: str, tests: Sequence[str], time_limit: float
     process = subprocess.Popen(
         [sys.executable, "-c", RUN_PYTEST, str(source), dotted(module), *args],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, **TEST_ENVIRONMENT, "PYTHONPATH": str(source)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -93,9 +93,9 @@ def test_results_are_those_of_torch(options: dict[str, Any], mask: str):
     if not options.get("batch_first"):
         inputs = [tensor.transpose(0, 1) for tensor in inputs]
     for need_weights, average in itertools.product((True, False), (True, False)):
-        wanted = {"need_weights": need_weights, "average_attn_weights": average}
-        expected, expected_weights = theirs(*inputs, **MASKS[mask], **wanted)
-        output, weights = ours(*inputs, **MASKS[mask], **wanted)
+        weight_options = {"need_weights": need_weights, "average_attn_weights": average}
+        expected, expected_weights = theirs(*inputs, **MASKS[mask], **weight_options)
+        output, weights = ours(*inputs, **MASKS[mask], **weight_options)
         torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-7)
         assert (weights is None) == (expected_weights is None)
         if weights is not None:

@@ -104,9 +104,9 @@ def test_dropped_weights_are_scaled_up():
     ones = torch.ones(1, 1, 400, 4)
     output, weights = hw.attend(ones, ones, ones, dropout=0.25, need_weights=True)
     assert weights is not None
-    kept = weights > 0
-    assert 0.72 < kept.double().mean() < 0.78
-    torch.testing.assert_close(weights[kept], torch.full_like(weights[kept], 1 / 400 / 0.75))
+    nonzero = weights > 0
+    assert 0.72 < nonzero.double().mean() < 0.78
+    torch.testing.assert_close(weights[nonzero], torch.full_like(weights[nonzero], 1 / 400 / 0.75))
     torch.testing.assert_close(output, weights @ ones)
 
 

@@ -50,12 +50,12 @@ KEEP = {
 
 @pytest.mark.parametrize("kind", KEEP)
 def test_parts_of_every_slot_pass(kind: str):
-    made = KEEP[kind]()
-    report = hw.check_part(made)
+    checked_part = KEEP[kind]()
+    report = hw.check_part(checked_part)
     assert report.passed, str(report)
     report.raise_if_failed()
     assert [result.outcome for result in report.results] == ["passed"] * 6
-    assert report.part == repr(made)
+    assert report.part == repr(checked_part)
     assert {"dense"} <= set(report.backends) <= set(BACKENDS)
 
 

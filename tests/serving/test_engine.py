@@ -322,11 +322,11 @@ def test_dividing_never_costs_more_than_one_call(sizes: list[int], worth: int):
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.integers(1, 40), st.integers(0, 9))
 def test_a_chunk_takes_prompts_in_order(pending: list[int], chunk: int, opening: int):
-    taken = list(split_prefill(pending, chunk, opening))
-    assert taken
-    assert sum(taken) <= max(chunk, opening)
-    assert all(min(count, opening) <= n <= count for n, count in zip(taken, pending, strict=False))
-    assert all(n == count for n, count in zip(taken[:-1], pending, strict=False))
+    chunks = list(split_prefill(pending, chunk, opening))
+    assert chunks
+    assert sum(chunks) <= max(chunk, opening)
+    assert all(min(count, opening) <= n <= count for n, count in zip(chunks, pending, strict=False))
+    assert all(n == count for n, count in zip(chunks[:-1], pending, strict=False))
 
 
 # --- one request's end is its own ----------------------------------------------------------------------

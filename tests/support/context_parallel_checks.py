@@ -100,9 +100,9 @@ def check_layer(name: str, layer, x: Tensor, tokens: SequenceInfo, order: str, s
     recorded, theirs = {}, {}
     if source is not None:
         z, entry = source[0].detach().requires_grad_(), source[1]
-        cut, there = shard_of(z, entry, order)
+        cut, cut_entry = shard_of(z, entry, order)
         recorded, theirs = (
-            {"source": part.project_source(cut, sequence=there)},
+            {"source": part.project_source(cut, sequence=cut_entry)},
             {"source": layer.project_source(z, sequence=entry)},
         )
         leaves.append(z)

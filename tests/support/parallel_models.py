@@ -159,7 +159,7 @@ def check_tensor_parallel(
 
 def gather_whole(divided: TensorParallelModel, tensors: Grads) -> Grads:
     """Tensors of the whole model."""
-    cut = {name for name, pieces in divided.pieces.items() if pieces[0].kept}
+    cut = {name for name, pieces in divided.pieces.items() if pieces[0].indices}
     return {name: divided.whole(name, tensor) if name in cut else tensor for name, tensor in tensors.items()}
 
 

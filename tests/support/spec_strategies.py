@@ -77,7 +77,7 @@ def simple_patterns(*, forward: bool = False) -> st.SearchStrategy[hw.Pattern]:
 def patterns(*, forward: bool = False) -> st.SearchStrategy[hw.Pattern]:
     """Patterns, and unions and intersections of up to three of them."""
     joins = lambda inner: st.tuples(inner, inner, st.booleans()).map(  # noqa: E731 - hypothesis wants a function
-        lambda drawn: drawn[0] & drawn[1] if drawn[2] else drawn[0] | drawn[1]
+        lambda pair: pair[0] & pair[1] if pair[2] else pair[0] | pair[1]
     )
     return st.recursive(simple_patterns(forward=forward), joins, max_leaves=3)
 

@@ -96,24 +96,24 @@ MODELS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_loss_of_a_packed_batch_is_that_of_its_texts_alone(name):
-    net, those, values = MODELS[name]()
-    objective, _ = choose_objective(net, values, those[0])
+    net, examples, values = MODELS[name]()
+    objective, _ = choose_objective(net, values, examples[0])
     alone = []
-    for number, example in enumerate(those):
+    for number, example in enumerate(examples):
         question = objective.prepare_input(net, example, number)
         alone.append(float(objective.value(net(**question.inputs.kwargs).detach(), None, question)))
-    lesson = DistillationTexts(net, those, values).make_batch(range(len(those)))
+    lesson = DistillationTexts(net, examples, values).make_batch(range(len(examples)))
     together = lesson.losses(lesson.compute_outputs(net)).detach()
     np.testing.assert_allclose(together, alone, rtol=0, atol=1e-9)
     assert abs(float(together.mean()) - np.mean(alone)) < 1e-6
-    assert len(set(np.round(alone, 6))) == len(those)
+    assert len(set(np.round(alone, 6))) == len(examples)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_a_packed_batch_are_those_of_its_texts(name):
-    net, those, values = MODELS[name]()
-    texts = DistillationTexts(net, those, values)
-    examples = [texts.make_batch(range(len(those))), *(texts.make_batch([n]) for n in range(len(those)))]
+    net, all_examples, values = MODELS[name]()
+    texts = DistillationTexts(net, all_examples, values)
+    examples = [texts.make_batch(range(len(all_examples))), *(texts.make_batch([n]) for n in range(len(all_examples)))]
     grads = []
     for example in examples:
         loss = example.losses(example.compute_outputs(net)).mean()
@@ -148,11 +148,11 @@ def test_divergence_and_distance_are_as_defined_and_blind_to_padding():
 
 def test_batches_follow_from_the_seed_and_skip_held_out_texts():
     net = build_model(GPT2)
-    those = [Example({"x": torch.full((1, 4), n)}, {}) for n in range(WORDS)]
+    examples_by_number = [Example({"x": torch.full((1, 4), n)}, {}) for n in range(WORDS)]
 
     def order(seed: int, steps: int = 6) -> list[list[int]]:
         examples = DistillationLoader(
-            DistillationTexts(net, those), UptrainingOptions(batch=5, held_out=0.2, seed=seed)
+            DistillationTexts(net, examples_by_number), UptrainingOptions(batch=5, held_out=0.2, seed=seed)
         )
         assert len(examples.held_out_ids) == 3
         assert not set(examples.held_out_ids) & set(examples.train_ids)
@@ -166,8 +166,8 @@ def test_batches_follow_from_the_seed_and_skip_held_out_texts():
 
 
 def test_each_epoch_masks_other_tokens_but_held_out_masks_stay():
-    net, those, values = MODELS["bert"]()
-    texts = DistillationTexts(net, those, values)
+    net, examples, values = MODELS["bert"]()
+    texts = DistillationTexts(net, examples, values)
     masked = [(texts.make_batch([0, 1], epoch_seed=turn).labels != IGNORE_INDEX).tolist() for turn in (0, 0, 1, 2)]
     assert masked[0] == masked[1]
     assert len({str(one) for one in masked}) == 3
@@ -205,10 +205,10 @@ def same(net: Transformer, before: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("name", ["gpt2", "bert", "translator", "frames"])
 def test_a_student_approaches_its_unchanged_teacher(name):
     teacher, _, values = MODELS[name]()
-    those = audio_examples(80) if name == "frames" else make_examples(teacher, 80)
+    examples = audio_examples(80) if name == "frames" else make_examples(teacher, 80)
     student = other(teacher, 0.2)
     before = copy_states(teacher, student)
-    found = uptrain(student, teacher, those, UptrainingOptions(**LONGER, alpha=1.0, objective=values))
+    found = uptrain(student, teacher, examples, UptrainingOptions(**LONGER, alpha=1.0, objective=values))
     assert same(teacher, before[0])
     assert same(student, before[1])
     assert [point.step for point in found.curve] == [0, 15, 30]
@@ -245,14 +245,14 @@ def test_a_model_without_a_head_learns_states(states):
 
 def test_one_step_is_torchs_own_adamw():
     teacher = build_model(GPT2)
-    student, those = other(teacher), make_examples(teacher, 9)
+    student, examples = other(teacher), make_examples(teacher, 9)
     how = UptrainingOptions(
         steps=1, batch=4, rate=1e-2, schedule="constant", warmup=0, clip=0.3, alpha=0.3, temperature=1.5, keep="last",
         weight_decay=0.01, seed=2,
     )  # fmt: skip
-    found = uptrain(student, teacher, those, how).net
+    found = uptrain(student, teacher, examples, how).net
     mine = other(teacher).train()
-    example = DistillationLoader(DistillationTexts(student, those), how).get_batch(1)
+    example = DistillationLoader(DistillationTexts(student, examples), how).get_batch(1)
     result, taught = mine(**example.inputs), teacher(**example.inputs)
     p, q = (torch.softmax(one / 1.5, -1) for one in (taught.detach(), result))
     live, losses = example.positions, []

@@ -35,14 +35,14 @@ def test_every_kind_of_model_is_timed_in_its_own_phases(kind):
 
 
 def test_medians_ratios_and_spread_are_those_of_the_rounds():
-    taken = np.array([[4.0, 2.0], [4.0, 2.1], [4.2, 2.0], [4.0, 1.9], [9.0, 2.0]])
-    found = summarise_rounds(READ, taken, (3, 2))
+    seconds = np.array([[4.0, 2.0], [4.0, 2.1], [4.2, 2.0], [4.0, 1.9], [9.0, 2.0]])
+    found = summarise_rounds(READ, seconds, (3, 2))
     assert (found.before, found.after, found.rounds, found.peak_bytes) == (25.0, 50.0, 5, (3, 2))
     assert found.speedup == 2.1
     assert (found.low, found.high) == pytest.approx((2.0, 4 / 1.9))
     assert found.spread == pytest.approx(0.05)  # 4.2 less 4.0 over 4.0: the odd round is outside the middle half
     assert found.verdict == "faster"
-    assert summarise_rounds(READ, taken[:, ::-1], (3, 2)).verdict == "slower"
+    assert summarise_rounds(READ, seconds[:, ::-1], (3, 2)).verdict == "slower"
     assert summarise_rounds(READ, np.array([[1.0, 1.01], [1.01, 1.0]] * 3), (0, 0)).verdict == "as fast"
 
 

@@ -97,8 +97,8 @@ def inputs_and_outputs(net: Transformer) -> tuple[dict[str, Tensor], Tensor]:
 
 def check_same(model: torch.nn.Module, net: Transformer) -> None:
     """A model of transformers says what ours says."""
-    inputs, wanted = inputs_and_outputs(net)
-    assert (run_model(model, inputs) - wanted).abs().max() <= 1e-5 * wanted.abs().max().clamp(min=1)
+    inputs, expected = inputs_and_outputs(net)
+    assert (run_model(model, inputs) - expected).abs().max() <= 1e-5 * expected.abs().max().clamp(min=1)
 
 
 def loaded(folder: Path) -> torch.nn.Module:

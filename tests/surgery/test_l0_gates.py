@@ -178,12 +178,12 @@ def gate_of(net: Transformer, site: str) -> dict[str, torch.Tensor]:
 
 def test_the_reported_loss_is_that_of_the_pruned_model():
     net = needy({})
-    those, how = make_examples(net, 20), GateTrainingOptions(heads=3, seed=3, **BRIEF)
-    found = train_gates(net, those, how)
+    examples, how = make_examples(net, 20), GateTrainingOptions(heads=3, seed=3, **BRIEF)
+    found = train_gates(net, examples, how)
     small, losses = remove_heads(found.net, found.keep), []
-    for number in DistillationLoader(DistillationTexts(net, those), how).held_out_ids:
-        objective, _ = choose_objective(net, None, those[number])
-        question = objective.prepare_input(net, those[number], number)
+    for number in DistillationLoader(DistillationTexts(net, examples), how).held_out_ids:
+        objective, _ = choose_objective(net, None, examples[number])
+        question = objective.prepare_input(net, examples[number], number)
         losses.append(float(objective.value(small(**question.inputs.kwargs).detach(), None, question)))
     assert found.held_out == pytest.approx(np.mean(losses), rel=1e-5)
 

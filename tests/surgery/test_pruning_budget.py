@@ -98,7 +98,7 @@ def test_scores_are_recomputed_on_request():
     while hw.costs.count_parameters(now.spec) > 0.92 * hw.costs.count_parameters(net.spec):
         found = score_heads(now, texts, MICHEL).scores
         site, place = min(found, key=lambda one: found[one])
-        left = [head for there, head in heads if there == site and (site, head) not in removed]
+        left = [head for head_site, head in heads if head_site == site and (site, head) not in removed]
         removed.append((site, left[place]))
         now = remove_heads(net, _without(net, removed))
     assert set(done.plan.removed_heads) == set(removed)

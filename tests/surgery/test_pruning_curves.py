@@ -68,8 +68,8 @@ def found(net: Transformer) -> PruningCurves:
 
 def silenced_loss(net: Transformer, texts: list[Example], keep: dict[str, tuple[int, ...]]) -> float:
     """The loss of the next token in all texts together, of the model itself with the other heads silent."""
-    there = {site: len(spec.score_head_of_output) for site, spec in net.spec.attention_specs()}
-    values = [(site, n) for site, heads in keep.items() for n in range(there[site]) if n not in heads]
+    head_counts = {site: len(spec.score_head_of_output) for site, spec in net.spec.attention_specs()}
+    values = [(site, n) for site, heads in keep.items() for n in range(head_counts[site]) if n not in heads]
     total, count = 0.0, 0
     for text in texts:
         with torch.no_grad(), hw.ablate(net, values):

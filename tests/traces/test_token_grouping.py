@@ -41,11 +41,11 @@ def test_weights_are_sums_over_keys_and_means_over_queries(grouping: TokenGroupi
     member = membership(groups, len(WORDS))
     for head in range(2):
         weights = trace.head_weights(0, head).astype(np.float64)
-        kept = weights * member.any(0)
+        real_weights = weights * member.any(0)
         if grouping.special or grouping.first:
-            kept /= kept.sum(1, keepdims=True)
-        wanted = (member / member.sum(1, keepdims=True)) @ kept @ member.T
-        np.testing.assert_allclose(view.head_weights(0, head), wanted, atol=1e-6)
+            real_weights /= real_weights.sum(1, keepdims=True)
+        expected = (member / member.sum(1, keepdims=True)) @ real_weights @ member.T
+        np.testing.assert_allclose(view.head_weights(0, head), expected, atol=1e-6)
         np.testing.assert_allclose(view.head_weights(0, head).sum(1), 1, atol=1e-6)
     assert len(view.streams["text"][0].words) == len(groups)
 

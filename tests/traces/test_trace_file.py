@@ -157,17 +157,17 @@ def test_a_truncated_file_is_reported(place: int):
         hw.load_trace(short)
 
 
-_KEPT: list[str] = []
+_CACHED_FOLDERS: list[str] = []
 
 
 def _saved() -> str:
-    if not _KEPT:
+    if not _CACHED_FOLDERS:
         import tempfile
 
         folder = tempfile.mkdtemp(prefix="headwise-trace-")
         random_trace().save(f"{folder}/a.trace")
-        _KEPT.append(f"{folder}/a.trace")
-    return _KEPT[0]
+        _CACHED_FOLDERS.append(f"{folder}/a.trace")
+    return _CACHED_FOLDERS[0]
 
 
 def test_other_schemas_and_missing_tensors_are_reported(tmp_path: Path):

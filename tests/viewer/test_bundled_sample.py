@@ -66,9 +66,9 @@ def test_heads_show_what_the_page_is_for():
 
 def test_the_measures_keep_their_values(tmp_path, monkeypatch: pytest.MonkeyPatch):
     table = load_sample_table()
-    told = table.data
-    told["heads"] = [{"site": head.site, **head.data} for head in table.heads]
-    assert bundled_sample.table_from_data(told).data == table.data
+    data = table.data
+    data["heads"] = [{"site": head.site, **head.data} for head in table.heads]
+    assert bundled_sample.table_from_data(data).data == table.data
     monkeypatch.setattr(bundled_sample, "MEASURES", tmp_path / "measures.json")
     with pytest.raises(SpecError, match="install headwise again"):
         load_sample_table()

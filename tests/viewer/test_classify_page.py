@@ -29,13 +29,13 @@ def download_rows(page: Any, folder: Path) -> list[dict[str, str]]:
 def test_the_table_has_the_scores_and_intervals_of_the_library(page: Any, tmp_path: Path):
     model = sample_model()
     assert model.table is not None
-    wanted = {(head.site, head.head): head for head in model.table.heads}
+    expected = {(head.site, head.head): head for head in model.table.heads}
     with served(model) as url:
         open_classes(page, url)
         rows = download_rows(page, tmp_path)
-        assert len(rows) == len(wanted) == 54
+        assert len(rows) == len(expected) == 54
         for row in rows:
-            head = wanted[row["site"], int(row["head"])]
+            head = expected[row["site"], int(row["head"])]
             top = head.classes[0]
             assert row["class"] == row["measured_class"] == top.name
             assert row["evidence"] == top.evidence

@@ -49,11 +49,11 @@ def test_heads_behind_an_ablated_one_attend_as_in_a_model_with_edited_weights() 
     ids = torch.tensor([list(opened.get_trace().streams["text"][0].ids)])
     after = hw.trace(edited, ids, log=lambda _: None)
     for number, (site, head) in enumerate(opened.heads):
-        before, wanted = opened.get_trace().head_weights(site, head), after.head_weights(site, head)
-        assert arrays["differences"][number, 1] == pytest.approx(np.abs(before - wanted).max(), abs=1e-6)
+        before, expected = opened.get_trace().head_weights(site, head), after.head_weights(site, head)
+        assert arrays["differences"][number, 1] == pytest.approx(np.abs(before - expected).max(), abs=1e-6)
         one, other = opened.get_comparison().weights(site, head)
         np.testing.assert_array_equal(one, before)
-        np.testing.assert_allclose(other, wanted, atol=1e-6)
+        np.testing.assert_allclose(other, expected, atol=1e-6)
     assert arrays["differences"][:3].max() == 0  # nothing comes before the first layer
     assert arrays["differences"][3:, 0].min() > 0
     assert arrays["text.pairs"].tolist() == [[place, place] for place in range(23)]
@@ -82,8 +82,8 @@ def test_pictures_hold_the_largest_weights_and_changes_of_their_cells() -> None:
             assert tile.first[row, column] / 255 == pytest.approx(one[cell].max(), abs=1 / 255)
             assert tile.second[row, column] / 255 == pytest.approx(other[cell].max(), abs=1 / 255)
             changes = (other - one)[cell].ravel()
-            wanted = changes[np.abs(changes).argmax()]
-            assert (int(tile.change[row, column]) - 128) / 127 == pytest.approx(wanted, abs=0.5 / 127)
+            expected = changes[np.abs(changes).argmax()]
+            assert (int(tile.change[row, column]) - 128) / 127 == pytest.approx(expected, abs=0.5 / 127)
     assert exact_pair(comparison, site, head, (20, 7)).tolist() == [one[20, 7], other[20, 7]]
     whole = pool_difference(comparison, site, head, 512)
     assert whole.change.shape == (23, 23)

@@ -45,16 +45,16 @@ def contents(opened: OpenModel, kind: str, scope: ExportScope = ALL_HEADS) -> by
 
 
 def test_csv_and_json_have_the_weights_of_one_head(sample: OpenModel):
-    wanted = sample.get_trace().head_weights(SITE, 3)
+    expected = sample.get_trace().head_weights(SITE, 3)
     scope = ExportScope(SITE, 3)
     rows = list(csv.DictReader(io.StringIO(contents(sample, "csv", scope).decode(), newline="")))
     records = json.loads(contents(sample, "json", scope))["weights"]
     for pairs in (rows, records):
-        found = np.zeros_like(wanted)
+        found = np.zeros_like(expected)
         for pair in pairs:
             assert (pair["site"], int(pair["head"])) == (SITE, 3)
             found[int(pair["query"]), int(pair["key"])] = float(pair["weight"])
-        np.testing.assert_array_equal(found, wanted)
+        np.testing.assert_array_equal(found, expected)
     words = sample.get_trace().streams["source"][0].words
     assert rows[5]["key_token"] == words[int(rows[5]["key"])]
 
@@ -124,10 +124,10 @@ def test_names_of_files_are_safe(name: str):
 @pytest.mark.parametrize("kind", EXPORT_KINDS)
 @pytest.mark.parametrize("scope", [ExportScope(), ExportScope(SITE, 2, 0.01)])
 def test_sizes_are_about_true(sample: OpenModel, kind: str, scope: ExportScope):
-    said = describe_files(sample, scope)[kind]
+    description = describe_files(sample, scope)[kind]
     file = make_file(sample, kind, scope)
-    assert said["name"] == file.name
-    assert said["bytes"] == pytest.approx(len(b"".join(file.pieces)), rel=0.15)
+    assert description["name"] == file.name
+    assert description["bytes"] == pytest.approx(len(b"".join(file.pieces)), rel=0.15)
 
 
 @pytest.mark.parametrize("kind", ["csv", "json", "npz"])
@@ -135,8 +135,8 @@ def test_the_size_of_a_long_text_is_estimated(kind: str):
     generator = np.random.default_rng(0)
     weights = np.tril(generator.random((1, 3, 300, 300), np.float32))
     opened = open_trace(trace_from_weights([weights / weights.sum(-1, keepdims=True)]))
-    said = describe_files(opened, ExportScope())[kind]["bytes"]
-    assert said == pytest.approx(len(contents(opened, kind)), rel=0.25)
+    description = describe_files(opened, ExportScope())[kind]["bytes"]
+    assert description == pytest.approx(len(contents(opened, kind)), rel=0.25)
 
 
 def test_a_file_that_no_browser_can_hold_is_refused(sample: OpenModel, monkeypatch: pytest.MonkeyPatch):

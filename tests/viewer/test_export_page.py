@@ -161,22 +161,22 @@ def test_the_figure_of_all_heads(page: Any, tmp_path: Path):
 
 def test_numbers_are_saved_with_the_sizes_that_were_said(page: Any, tmp_path: Path):
     opened = sample()
-    wanted = opened.get_trace().head_weights(SITE, 2)
+    expected = opened.get_trace().head_weights(SITE, 2)
     with served(opened) as url:
         show(page, url, "head?site=5&head=2")
         dialog = page.get_by_role("dialog", name="Export")
         files = {label: save(page, label, tmp_path) for label in ("CSV", "JSON", "NPZ", "Measures (CSV)", "Trace")}
-        said = dialog.get_by_role("button", name=re.compile("^NPZ ")).inner_text()
+        button_text = dialog.get_by_role("button", name=re.compile("^NPZ ")).inner_text()
         dialog.get_by_role("combobox").select_option("0.1")
         small = save(page, "CSV", tmp_path / "small")
     assert files["CSV"].name == "headwise-dates-decoder.1.attention-2.csv"
     assert files["Trace"].name == "headwise-dates.trace"
     size = describe_files(opened, ExportScope(SITE, 2))["npz"]["bytes"]
-    assert said.split() == ["NPZ", "about", f"{size / 1000:.1f}", "kB"]
-    np.testing.assert_array_equal(np.load(files["NPZ"])[SITE][0, 0], wanted)
-    np.testing.assert_array_equal(load_trace(files["Trace"]).head_weights(SITE, 2), wanted)
-    assert len(json.loads(files["JSON"].read_text())["weights"]) == (wanted > 0).sum()
-    assert len(small.read_text().splitlines()) == 1 + (wanted >= 0.1).sum()
+    assert button_text.split() == ["NPZ", "about", f"{size / 1000:.1f}", "kB"]
+    np.testing.assert_array_equal(np.load(files["NPZ"])[SITE][0, 0], expected)
+    np.testing.assert_array_equal(load_trace(files["Trace"]).head_weights(SITE, 2), expected)
+    assert len(json.loads(files["JSON"].read_text())["weights"]) == (expected > 0).sum()
+    assert len(small.read_text().splitlines()) == 1 + (expected >= 0.1).sum()
     rows = list(csv.DictReader(io.StringIO(files["Measures (CSV)"].read_text())))
     assert len({(row["site"], row["head"]) for row in rows}) == 54
 
@@ -191,7 +191,7 @@ def test_measures_that_were_not_made_have_a_reason(page: Any):
 
 def test_the_lines_and_the_command_make_the_figure_again(page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     opened = sample()
-    wanted = opened.get_trace().head_weights(SITE, 2)[2:12, 1:15]
+    expected = opened.get_trace().head_weights(SITE, 2)[2:12, 1:15]
     with served(opened) as url:
         show(page, url, "head?site=5&head=2&part=2.12.1.15")
         save(page, "Trace", tmp_path)
@@ -200,17 +200,17 @@ def test_the_lines_and_the_command_make_the_figure_again(page: Any, tmp_path: Pa
         wait_until(page, "document.querySelector('.code-block code').textContent.includes('thumbnail')")
         map_python, map_shell = page.locator(".code-block code").all_inner_texts()
     monkeypatch.chdir(tmp_path)
-    made: dict[str, Any] = {}
-    exec(python, made)
-    np.testing.assert_allclose(made["weights"], wanted, rtol=1e-6)
-    assert list(made["keys"]) == list(opened.get_trace().streams["text"][0].words[1:15])
+    namespace: dict[str, Any] = {}
+    exec(python, namespace)
+    np.testing.assert_allclose(namespace["weights"], expected, rtol=1e-6)
+    assert list(namespace["keys"]) == list(opened.get_trace().streams["text"][0].words[1:15])
     assert (tmp_path / "figure.svg").is_file()
     command = shlex.split(shell)
     assert command[:2] == ["headwise", "heads"]
     assert run_heads(command[2:]) == 0
     assert (tmp_path / "figures").is_dir()
-    exec(map_python, made)
-    assert len(made["pictures"]) == 9
+    exec(map_python, namespace)
+    assert len(namespace["pictures"]) == 9
     command = shlex.split(map_shell)
     (tmp_path / "headwise-dates.html").unlink()
     assert run_view(command[2:]) == 0
@@ -222,7 +222,7 @@ def test_the_lines_and_the_command_make_the_figure_again(page: Any, tmp_path: Pa
 
 def test_an_exported_file_saves_what_it_holds_and_says_what_it_cannot(page: Any, tmp_path: Path):
     opened = sample()
-    wanted = opened.get_trace().head_weights(SITE, 2)
+    expected = opened.get_trace().head_weights(SITE, 2)
     file = tmp_path / "page.html"
     file.write_text(render_export(opened), "utf-8")
     page.context.set_offline(True)
@@ -234,10 +234,10 @@ def test_an_exported_file_saves_what_it_holds_and_says_what_it_cannot(page: Any,
     rows = list(csv.DictReader(io.StringIO(text, newline="")))
     assert list(rows[0]) == list(records[0])
     for pairs in (rows, records):
-        found = np.zeros_like(wanted)
+        found = np.zeros_like(expected)
         for pair in pairs:
             found[int(pair["query"]), int(pair["key"])] = float(pair["weight"])
-        np.testing.assert_array_equal(found, wanted)
+        np.testing.assert_array_equal(found, expected)
     measures = save(page, "Measures (CSV)", tmp_path).read_bytes()
     assert opened.table is not None
     assert measures.decode() == opened.table.to_csv()

@@ -111,9 +111,9 @@ def test_not_a_number_is_refused():
 
 
 def test_binary_answers_are_base64():
-    told = encode_answers({"/api/tile?site=0": bytes(range(7)), "/api/document": {"version": 1}})
-    assert base64.b64decode(told["/api/tile?site=0"]["base64"]) == bytes(range(7))
-    assert told["/api/document"] == {"version": 1}
+    encoded = encode_answers({"/api/tile?site=0": bytes(range(7)), "/api/document": {"version": 1}})
+    assert base64.b64decode(encoded["/api/tile?site=0"]["base64"]) == bytes(range(7))
+    assert encoded["/api/document"] == {"version": 1}
 
 
 def test_titles_show_what_cannot_be_printed():

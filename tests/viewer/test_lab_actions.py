@@ -44,8 +44,8 @@ def test_the_effect_of_an_ablated_head_is_that_of_edited_weights():
     with torch.inference_mode():
         old = net(ids)[0].double().log_softmax(-1)
         new = without_head(net, "decoder.1", 2)(ids)[0].double().log_softmax(-1)
-    wanted = F.kl_div(new, old, log_target=True, reduction="none").sum(-1)
-    assert found["klByPosition"] == pytest.approx(wanted.tolist(), rel=1e-5, abs=1e-12)
+    expected = F.kl_div(new, old, log_target=True, reduction="none").sum(-1)
+    assert found["klByPosition"] == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-12)
     assert found["kl"] > 1e-9
     labels = ids[0, 1:]
     assert found["loss"]["before"] == pytest.approx(F.nll_loss(old[:-1], labels).item(), rel=1e-6)
@@ -132,8 +132,8 @@ def test_the_python_lines_of_a_recipe_give_the_same_change(
     heads = [[0, 1, mode, 0.0], [1, 0, "zero", 0.25]]
     found = compute_effect(model, {"heads": heads, "tokens": tokens, "seed": 3}, progress())
     old, new = (one.log_softmax(-1) for one in run_python(found["recipe"]["python"], net, monkeypatch))
-    wanted = (old.exp() * (old - new)).sum(-1)
-    assert found["klByPosition"] == pytest.approx(wanted.tolist(), rel=1e-4, abs=1e-9)
+    expected = (old.exp() * (old - new)).sum(-1)
+    assert found["klByPosition"] == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-9)
     assert found["kl"] > 1e-8
     if tokens:  # a causal model cannot change before the first chosen token
         assert max(found["klByPosition"][:2]) < 1e-12 < found["klByPosition"][2]
@@ -192,11 +192,11 @@ def test_random_sets_have_as_many_other_heads():
     model, _, _ = open_model(GPT)
     found = compute_effect(model, {"heads": [[0, 0], [1, 1]], "random": 4}, progress())
     assert len(found["random"]) == 4
-    known = [(f"decoder.{layer}.attention", head) for layer in range(2) for head in range(3)]
-    heads = [AblatedHead(*known[0], "mean", 0.5), AblatedHead(*known[4])]
-    sets = lab_actions.sample_heads(known, heads, 20)
+    all_heads = [(f"decoder.{layer}.attention", head) for layer in range(2) for head in range(3)]
+    heads = [AblatedHead(*all_heads[0], "mean", 0.5), AblatedHead(*all_heads[4])]
+    sets = lab_actions.sample_heads(all_heads, heads, 20)
     for chosen in sets:
-        assert not {head[:2] for head in chosen} & {known[0], known[4]}
+        assert not {head[:2] for head in chosen} & {all_heads[0], all_heads[4]}
         assert [head[2:] for head in chosen] == [("mean", 0.5), ("zero", 0.0)]
         assert len({head[:2] for head in chosen}) == 2
     with pytest.raises(ValueError, match="random=-1 is no number of random sets; give 0 to 20"):

@@ -94,7 +94,7 @@ def test_a_recipe_is_written_and_loaded(page: Any, tmp_path: Path):
 
 def test_a_cumulative_curve_says_its_time_first_and_shows_the_losses(page: Any):
     model = sample_model()
-    wanted = remove_greedily(model, {"sites": [0]}, JobProgress(Job("greedy", {})))
+    expected = remove_greedily(model, {"sites": [0]}, JobProgress(Job("greedy", {})))
     with served(model) as url:
         open_lab(page, url)
         page.get_by_role("button", name="cumulative", exact=True).click()
@@ -107,29 +107,29 @@ def test_a_cumulative_curve_says_its_time_first_and_shows_the_losses(page: Any):
         curve.wait_for(timeout=60_000)
         shown = re.search(r"E0 H(\d+): translation loss, nats (\S+)$", curve.inner_text())
         assert shown is not None
-        assert int(shown[1]) == wanted["order"][0][1]
-        assert float(shown[2]) == pytest.approx(wanted["order"][0][2], rel=0.05)
+        assert int(shown[1]) == expected["order"][0][1]
+        assert float(shown[2]) == pytest.approx(expected["order"][0][2], rel=0.05)
         page.get_by_role("button", name="Choose these heads").click()
-        assert heads_off(page) == [f"E0 H{wanted['order'][0][1]}"]
+        assert heads_off(page) == [f"E0 H{expected['order'][0][1]}"]
 
 
 def test_random_heads_and_every_position_are_shown(page: Any):
     model = sample_model()
-    wanted = compute_effect(model, {"heads": [[0, 1]], "random": 5}, JobProgress(Job("ablate", {})))
+    expected = compute_effect(model, {"heads": [[0, 1]], "random": 5}, JobProgress(Job("ablate", {})))
     model.ablated = ()
     with served(model) as url:
         open_lab(page, url)
         page.get_by_role("switch", name="E0 H1").click()
         page.get_by_role("button", name="Compute the effect").click()
         page.get_by_test_id("effect").wait_for(timeout=60_000)
-        larger = sum(one["change"] >= wanted["kl"] for one in wanted["random"])
+        larger = sum(one["change"] >= expected["kl"] for one in expected["random"])
         assert f"{larger} of 5 random sets" in page.get_by_test_id("random").inner_text()
         chips = page.get_by_role("group", name="KL by position").get_by_role("button")
-        assert chips.count() == len(wanted["klByPosition"])
+        assert chips.count() == len(expected["klByPosition"])
         chips.nth(1).hover()
-        losses = wanted["lossByPosition"]
+        losses = expected["lossByPosition"]
         shown = page.get_by_test_id("position").inner_text()
         numbers = [float(number) for number in re.findall(r"(\S+) → (\S+)", shown)[0]]
         assert numbers == pytest.approx([losses["before"][1], losses["after"][1]], rel=0.05)
-        best = max(wanted["nextAt"][1], key=lambda row: row["before"])
+        best = max(expected["nextAt"][1], key=lambda row: row["before"])
         assert f"{best['before']:.2f}" in page.get_by_role("region", name="Next token").inner_text()

@@ -44,7 +44,7 @@ def test_the_map_shows_every_head_of_the_sample(page: Any):
 
 
 def test_a_pointed_cell_has_the_exact_weight(page: Any, gpt: OpenModel):
-    wanted = gpt.get_trace().head_weights(gpt.heads[4][0], 1)
+    expected = gpt.get_trace().head_weights(gpt.heads[4][0], 1)
     with served(gpt) as url:
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
@@ -58,14 +58,14 @@ def test_a_pointed_cell_has_the_exact_weight(page: Any, gpt: OpenModel):
         exact = page.get_by_test_id("exact")
         wait_until(page, "/\\d\\.\\d/.test(document.querySelector('[data-testid=exact]').textContent)")
         shown = float(re.findall(r"[\d.]+(?:e-\d+)?$", exact.inner_text().strip())[0])
-        assert shown == pytest.approx(float(wanted[9, 3]), rel=1e-5)
+        assert shown == pytest.approx(float(expected[9, 3]), rel=1e-5)
         page.mouse.move(box["x"] + 12.5 * cell, box["y"] + 9.5 * cell)
         wait_until(page, "document.querySelector('[data-testid=exact]').textContent.includes('not allowed')")
 
 
 def test_pixels_of_the_matrix_are_the_weights(page: Any, gpt: OpenModel):
     """On a linear ramp the darkness of a pixel grows with the weight; masked cells are hatched."""
-    wanted = gpt.get_trace().head_weights(gpt.heads[0][0], 0)
+    expected = gpt.get_trace().head_weights(gpt.heads[0][0], 0)
     with served(gpt) as url:
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
@@ -84,7 +84,7 @@ def test_pixels_of_the_matrix_are_the_weights(page: Any, gpt: OpenModel):
     colours = np.array([[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in stops], float)
     zoom = width // 21
     for query, key in [(0, 0), (5, 2), (20, 20), (20, 0), (9, 9)]:
-        step = round(np.ceil(wanted[query, key] * 255 - 1e-4)) / 255 * 8
+        step = round(np.ceil(expected[query, key] * 255 - 1e-4)) / 255 * 8
         low = min(int(step), 7)
         colour = colours[low] + (colours[low + 1] - colours[low]) * (step - low)
         assert np.abs(image[query * zoom, key * zoom, :3] - colour).max() <= 3
@@ -93,7 +93,7 @@ def test_pixels_of_the_matrix_are_the_weights(page: Any, gpt: OpenModel):
 
 
 def test_the_lab_shows_what_the_model_gives(page: Any, gpt: OpenModel):
-    wanted = compute_effect(gpt, {"heads": [[1, 2]]}, JobProgress(Job("test", {})))
+    expected = compute_effect(gpt, {"heads": [[1, 2]]}, JobProgress(Job("test", {})))
     gpt.ablated = ()
     with served(gpt) as url:
         page.goto(url)
@@ -105,7 +105,7 @@ def test_the_lab_shows_what_the_model_gives(page: Any, gpt: OpenModel):
         effect = page.get_by_test_id("effect")
         effect.wait_for()
         text = effect.inner_text()
-        assert f"{wanted['loss']['after']:.2f}" in text
+        assert f"{expected['loss']['after']:.2f}" in text
         assert gpt.ablated[0].head == 2
 
 

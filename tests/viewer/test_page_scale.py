@@ -118,13 +118,13 @@ def test_a_map_of_eighty_layers_draws_the_rows_near_the_window(page: Any):
         open_map(page, url)
         report(heads=5120, shown_after_s=round(time.monotonic() - begin, 1))
         assert page.get_by_role("gridcell").count() == 5120
-        drawn = "[...document.querySelectorAll('.band > canvas')].map((canvas) => canvas.width > 1)"
-        before = page.evaluate(drawn)
+        drawn_rows = "[...document.querySelectorAll('.band > canvas')].map((canvas) => canvas.width > 1)"
+        before = page.evaluate(drawn_rows)
         assert len(before) == 10
         assert (before[0], before[-1]) == (True, False)
         page.evaluate("document.querySelectorAll('.band')[9].scrollIntoView()")
-        wait_until(page, f"(({drawn})[9])")
-        assert page.evaluate(drawn)[0] is False
+        wait_until(page, f"(({drawn_rows})[9])")
+        assert page.evaluate(drawn_rows)[0] is False
         for kind in ("keys", "scroll", "hover"):
             report(heads=5120, kind=kind, median_ms=page.evaluate(FRAMES, kind)[0])
 
@@ -272,8 +272,8 @@ def test_a_long_head_opens_at_once_and_answers_exactly(page: Any):
         for cell in (100, 300):
             rows, columns = slice(cell * 8, cell * 8 + 8), slice((cell - 3) * 8, (cell - 2) * 8)
             point(page, (cell - 2.5) / 512, (cell + 0.5) / 512)
-            wanted = f"{weights[rows, columns].max():.6}"
-            wait_until(page, f"Math.abs({EXACT} - {wanted}) <= 2e-5 * {wanted}")
+            expected = f"{weights[rows, columns].max():.6}"
+            wait_until(page, f"Math.abs({EXACT} - {expected}) <= 2e-5 * {expected}")
             query, key = np.unravel_index(weights[rows, columns].argmax(), (8, 8))
             words = f"w{rows.start + query} → key ␣w{columns.start + key}"
             assert words in page.get_by_test_id("exact").inner_text()
@@ -286,8 +286,8 @@ def test_a_part_of_a_long_head_is_shown_with_one_cell_for_each_pair(page: Any):
         open_head(page, url, "part=1000.1100.950.1050")
         page.get_by_text("queries 1000–1100, keys 950–1050").wait_for()
         point(page, 60.5 / 100, 70.5 / 100)
-        wanted = f"{weights[1070, 1010]:.6}"
-        wait_until(page, f"Math.abs({EXACT} - {wanted}) <= 2e-5 * {wanted}")
+        expected = f"{weights[1070, 1010]:.6}"
+        wait_until(page, f"Math.abs({EXACT} - {expected}) <= 2e-5 * {expected}")
         page.get_by_role("application").focus()
         page.keyboard.press("-")
         wait_until(page, "location.hash.includes('part=') && !location.hash.includes('part=1000.1100')")

@@ -74,19 +74,19 @@ def test_the_document_describes_the_model_and_the_tokens(client: TestClient):
 
 
 def test_a_row_holds_the_exact_weights(client: TestClient, opened: OpenModel):
-    wanted = opened.get_trace().head_weights(opened.heads[4][0], 1)
+    expected = opened.get_trace().head_weights(opened.heads[4][0], 1)
     _, found = arrays(client, "/api/row?site=1&head=1&query=9")
     assert np.array_equal(found["weights"], opened.get_trace().head_weights(opened.heads[4][0], 1, slice(9, 10))[0])
-    np.testing.assert_allclose(found["weights"], wanted[9], rtol=1e-5)
+    np.testing.assert_allclose(found["weights"], expected[9], rtol=1e-5)
     assert found["masked"].tolist() == [0] * 10 + [1] * 27
     _, found = arrays(client, "/api/column?site=1&head=1&key=5")
-    assert np.array_equal(found["weights"], wanted[:, 5])
+    assert np.array_equal(found["weights"], expected[:, 5])
 
 
 def test_a_tile_is_the_largest_weight_of_each_cell(client: TestClient, opened: OpenModel):
-    wanted = opened.get_trace().head_weights(opened.heads[0][0], 0)
+    expected = opened.get_trace().head_weights(opened.heads[0][0], 0)
     header, found = arrays(client, "/api/tile?site=0&head=0&q0=2&q1=34&k0=1&k1=33&rows=8&cols=16")
-    cells = wanted[2:34, 1:33].reshape(8, 4, 16, 2).max((1, 3))
+    cells = expected[2:34, 1:33].reshape(8, 4, 16, 2).max((1, 3))
     assert np.abs(found["weights"] / 255 * header["scale"] - cells).max() <= 1 / 255
     allowed = np.tril(np.ones((37, 37), bool))[2:34, 1:33].reshape(8, 4, 16, 2).any((1, 3))
     assert np.array_equal(found["masked"] == 0, allowed)
@@ -94,9 +94,9 @@ def test_a_tile_is_the_largest_weight_of_each_cell(client: TestClient, opened: O
 
 
 def test_a_tile_of_means_keeps_the_mass(client: TestClient, opened: OpenModel):
-    wanted = opened.get_trace().head_weights(opened.heads[0][0], 0)
+    expected = opened.get_trace().head_weights(opened.heads[0][0], 0)
     _, found = arrays(client, "/api/tile?site=0&head=0&q0=0&q1=36&k0=0&k1=36&rows=6&cols=6&pool=mean")
-    cells = wanted[:36, :36].reshape(6, 6, 6, 6).mean((1, 3))
+    cells = expected[:36, :36].reshape(6, 6, 6, 6).mean((1, 3))
     assert np.abs(found["weights"] / 255 - cells).max() <= 1.1 / 255
 
 
@@ -106,9 +106,9 @@ def test_the_effect_is_the_norm_of_what_a_key_adds_to_the_output(client: TestCli
     net: Any = opened.model
     output = net.state_dict()["decoder.0.attention.output.o"].T.reshape(3, 4, 12)[2].numpy()
     values = layer.arrays["v"][0, :, 2] @ output
-    wanted = opened.get_trace().head_weights(site, 2)[20] * np.linalg.norm(values, axis=-1)
+    expected = opened.get_trace().head_weights(site, 2)[20] * np.linalg.norm(values, axis=-1)
     _, found = arrays(client, "/api/row?site=0&head=2&query=20&lens=effect")
-    np.testing.assert_allclose(found["weights"], wanted, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found["weights"], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_thumbnails_come_in_the_order_of_the_heads(client: TestClient, opened: OpenModel):

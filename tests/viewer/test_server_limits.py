@@ -100,7 +100,7 @@ def test_an_answer_describes_one_trace_while_another_is_opened(
     server: ViewServer, client: TestClient, opened: OpenModel, monkeypatch: pytest.MonkeyPatch
 ):
     """A new text that arrives during a request changes neither its weights nor its revision."""
-    other, wanted = record(opened.get_model(), 11, seed=1), opened.get_trace().head_weights(opened.heads[0][0], 0)
+    other, expected = record(opened.get_model(), 11, seed=1), opened.get_trace().head_weights(opened.heads[0][0], 0)
     tile = OpenModel.tile
 
     def tile_after_change(self: OpenModel, *args: Any, **options: Any) -> Any:
@@ -110,7 +110,7 @@ def test_an_answer_describes_one_trace_while_another_is_opened(
     monkeypatch.setattr(OpenModel, "tile", tile_after_change)
     answer = client.get("/api/tile?site=0&head=0&rows=37&cols=37")
     header, found = decode_arrays(answer.content)
-    assert np.abs(found["weights"] / 255 - wanted).max() <= 1 / 255
+    assert np.abs(found["weights"] / 255 - expected).max() <= 1 / 255
     assert (header["revision"], opened.revision) == (0, 1)
 
 
@@ -158,8 +158,8 @@ def test_tiles_are_the_maxima_of_the_weights(client: TestClient, opened: OpenMod
         _, found = decode_arrays(client.get(path).content)
         weights = opened.get_trace().head_weights(site, head)[1:31, 3:33].astype(np.float32)
         cells = weights.reshape(10, 3, 6, 5).max((1, 3))
-        wanted = np.ceil(cells * np.float32(255) - 1e-4).clip(0, 255).astype(np.uint8)
-        assert np.abs(found["weights"].astype(int) - wanted).max() == 0
+        expected = np.ceil(cells * np.float32(255) - 1e-4).clip(0, 255).astype(np.uint8)
+        assert np.abs(found["weights"].astype(int) - expected).max() == 0
 
 
 def test_a_tile_reads_the_values_of_its_head_once(opened: OpenModel, monkeypatch: pytest.MonkeyPatch):
@@ -182,11 +182,11 @@ def test_a_tile_reads_the_values_of_its_head_once(opened: OpenModel, monkeypatch
 
 
 def test_a_waiting_job_is_cancelled_at_once_and_leaves_its_place(server: ViewServer, client: TestClient):
-    held = HeldJob()
-    server.worker.job_kinds = {"held": held}
+    held_job = HeldJob()
+    server.worker.job_kinds = {"held": held_job}
     try:
         submit(client, kind="held")
-        assert held.has_started.wait(5)
+        assert held_job.has_started.wait(5)
         waiting = [submit(client, kind="held") for _ in range(MAX_QUEUED_JOBS)]
         assert client.post("/api/jobs", json={"kind": "held"}).status_code == 429
         start = time.monotonic()
@@ -197,26 +197,26 @@ def test_a_waiting_job_is_cancelled_at_once_and_leaves_its_place(server: ViewSer
     finally:
         for job in server.worker.jobs.values():
             job.cancel()
-        held.release.set()
+        held_job.release.set()
 
 
 def test_a_server_with_a_full_queue_closes(opened: OpenModel):
-    held = HeldJob()
-    worker = ModelWorker(opened, {"held": held})
+    held_job = HeldJob()
+    worker = ModelWorker(opened, {"held": held_job})
     worker.submit("held", {})
-    assert held.has_started.wait(5)
+    assert held_job.has_started.wait(5)
     for _ in range(MAX_QUEUED_JOBS):
         worker.submit("held", {})
     closing = threading.Thread(target=worker.close, kwargs={"timeout": 0.2}, daemon=True)
     closing.start()
     closing.join(5)
     assert not closing.is_alive()
-    held.release.set()
+    held_job.release.set()
 
 
 def test_many_open_event_streams_do_not_block_answers(server: ViewServer, opened: OpenModel):
-    held = HeldJob()
-    server.worker.job_kinds = {"held": held}
+    held_job = HeldJob()
+    server.worker.job_kinds = {"held": held_job}
     app: Any = SecurityMiddleware(server.app(), allowed_hosts("127.0.0.1", 8000), TOKEN)
     job = server.worker.submit("held", {})
 
@@ -229,7 +229,7 @@ def test_many_open_event_streams_do_not_block_answers(server: ViewServer, opened
             start = time.monotonic()
             assert (await client.get("/api/row?site=0&head=0&query=1")).status_code == 200
             waited = time.monotonic() - start
-            held.release.set()
+            held_job.release.set()
             answers = await asyncio.gather(*streams)
             assert all('"done"' in answer.text for answer in answers)
             return waited
@@ -250,8 +250,8 @@ def test_progress_events_are_few(server: ViewServer, client: TestClient):
 
 
 def test_a_client_that_goes_away_leaves_the_server_up(server: ViewServer, client: TestClient):
-    held = HeldJob()
-    server.worker.job_kinds = {"held": held}
+    held_job = HeldJob()
+    server.worker.job_kinds = {"held": held_job}
     app: Any = SecurityMiddleware(server.app(), allowed_hosts("127.0.0.1", 8000), TOKEN)
     job = server.worker.submit("held", {})
     sent: list[Any] = []
@@ -275,7 +275,7 @@ def test_a_client_that_goes_away_leaves_the_server_up(server: ViewServer, client
 
     asyncio.run(leave())
     assert sent[0]["status"] == 200
-    held.release.set()
+    held_job.release.set()
     wait_for(lambda: job.has_ended)
     assert client.get(f"/api/jobs/{job.id}/result").status_code == 200
 
@@ -417,8 +417,8 @@ assert "torch" not in sys.modules
 
 def test_pages_of_a_real_server_follow_one_job_and_leave(server: ViewServer, opened: OpenModel):
     """Two clients over sockets: one leaves while the job runs, the other sees its end."""
-    held = HeldJob()
-    server.worker.job_kinds = {"held": held}
+    held_job = HeldJob()
+    server.worker.job_kinds = {"held": held_job}
     listener = open_socket("127.0.0.1", 0)
     port = listener.getsockname()[1]
     app: Any = SecurityMiddleware(server.app(), allowed_hosts("127.0.0.1", port), TOKEN)
@@ -435,11 +435,11 @@ def test_pages_of_a_real_server_follow_one_job_and_leave(server: ViewServer, ope
             first.close()
             assert second.get("/api/row?site=0&head=0&query=1").status_code == 200
             with second.stream("GET", f"/api/jobs/{job}/events") as stream:
-                held.release.set()
+                held_job.release.set()
                 assert '"done"' in [line for line in stream.iter_lines() if line][-1]
             assert second.get(f"/api/jobs/{job}/result").json() == {"revision": opened.revision}
     finally:
-        held.release.set()
+        held_job.release.set()
         real.should_exit = True
         thread.join(10)
         listener.close()

@@ -31,11 +31,11 @@ def test_distances_are_those_of_the_library(model: OpenModel):
     reader = hw.ExampleReader(model.get_model())
     for text in TEXTS:
         reader.add_text(text)
-    wanted = hw.measure_redundancy(model.get_model(), reader.examples_with_frequencies())
+    expected = hw.measure_redundancy(model.get_model(), reader.examples_with_frequencies())
     assert header["texts"] == 3
-    assert [group["streams"] for group in header["groups"]] == [list(group.streams) for group in wanted.readers]
+    assert [group["streams"] for group in header["groups"]] == [list(group.streams) for group in expected.readers]
     sites = [layer.name for layer in model.get_trace().layers]
-    for number, group in enumerate(wanted.readers):
+    for number, group in enumerate(expected.readers):
         np.testing.assert_allclose(arrays[f"{number}.distances"], group.distances, rtol=1e-5, atol=1e-7)
         assert arrays[f"{number}.merges"].shape == (len(group.heads) - 1, 3)
         heads = [(sites[site], head) for site, head in header["groups"][number]["heads"]]

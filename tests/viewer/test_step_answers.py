@@ -108,8 +108,8 @@ def check_outputs(steps: HeadSteps) -> None:
     assert np.all(error <= smallest * (len(terms["input"]) - products.shape[1]) + 1e-5)
     sums = steps.steps[[step.name for step in steps.steps].index("contribution") + 1].arrays
     y = sums["own"].astype(np.float64) + sums["others"] + sums["bias"]
-    wanted = sums["out"] if steps.find("residual_out").arrays.keys() != sums.keys() else sums["out"] - sums["in"]
-    np.testing.assert_allclose(y, wanted, rtol=1e-4, atol=1e-5)
+    expected = sums["out"] if steps.find("residual_out").arrays.keys() != sums.keys() else sums["out"] - sums["in"]
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -125,8 +125,8 @@ def test_every_number_follows_from_those_before(name: str, head: int):
     check_scores(steps)
     check_outputs(steps)
     last = [step for step in steps.steps if step.name in ("normalise", "weight_step")][-1]
-    wanted = opened.get_trace().head_weights(site, head, slice(7, 8), row=1)[0]
-    np.testing.assert_allclose(last.arrays["out"], wanted, rtol=1e-4, atol=1e-6)
+    expected = opened.get_trace().head_weights(site, head, slice(7, 8), row=1)[0]
+    np.testing.assert_allclose(last.arrays["out"], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_query_follows_from_the_norm_and_the_weights():
@@ -159,12 +159,12 @@ def test_a_rotation_turns_each_plane_by_its_angle():
 def test_the_residual_stream_follows_the_placement_of_norms(placement: str, norm: str):
     opened = open_layers(placement, norm, pattern="causal")
     net, trace = opened.get_model(), opened.get_trace()
-    seen: list[torch.Tensor] = []
-    handle = net.get_submodule("decoder.1").register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    states: list[torch.Tensor] = []
+    handle = net.get_submodule("decoder.1").register_forward_pre_hook(lambda _, args: states.append(args[0]))
     steps, note = find_steps(opened, HeadPlace(trace.layers[1].name, 1, 6))
     handle.remove()
     assert note == ""
-    np.testing.assert_allclose(steps.find("residual").arrays["out"], seen[0][0, 6].numpy(), rtol=1e-6)
+    np.testing.assert_allclose(steps.find("residual").arrays["out"], states[0][0, 6].numpy(), rtol=1e-6)
     check_outputs(steps)
     norms = [step for step in steps.steps if step.name in ("norm", "norm_after")]
     expected = {"post": ["norm_after"], "after": ["norm_after"], "sandwich": ["norm", "norm_after"]}

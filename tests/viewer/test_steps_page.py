@@ -76,21 +76,21 @@ def test_a_cell_says_how_it_is_computed(page: Any):
         open_steps(page, url)
         page.get_by_test_id(f"{index}.q.0.3").click()
         text = explanation(page)
-        wanted = float(steps.steps[index].arrays["q"][3])
+        expected = float(steps.steps[index].arrays["q"][3])
         value = number(re.findall(r"= ([−\d.e-]+)", text)[0])
-        assert value == pytest.approx(wanted, rel=1e-4)
+        assert value == pytest.approx(expected, rel=1e-4)
         terms = re.findall(r"([−\d.]+) × ([−\d.]+)", text)
         rest = re.findall(r"more products: ([−\d.]+)", text)
         assert len(terms) == 4
         total = sum(number(a) * number(b) for a, b in terms) + number(rest[0])
-        assert total == pytest.approx(wanted, rel=1e-3)
+        assert total == pytest.approx(expected, rel=1e-3)
         weight = place_of(opened, steps, "normalise")
         page.mouse.move(5, 5)
         page.get_by_test_id(f"{weight}.out.4").click()
         found = re.findall(r"exp\(([−\d.]+) − ([−\d.]+)\) / ([\d.]+)", explanation(page))
         score, top, total = (number(part) for part in found[0])
-        wanted = float(steps.steps[weight].arrays["out"][4])
-        assert 2.718281828 ** (score - top) / total == pytest.approx(wanted, rel=1e-3)
+        expected = float(steps.steps[weight].arrays["out"][4])
+        assert 2.718281828 ** (score - top) / total == pytest.approx(expected, rel=1e-3)
 
 
 def test_arrows_walk_through_steps_and_keys_and_the_address_keeps_them(page: Any):

@@ -47,8 +47,8 @@ def progress() -> JobProgress:
     return JobProgress(Job("test", {}))
 
 
-def assert_equal_weights(found: nn.Module, wanted: nn.Module) -> None:
-    tensors = wanted.state_dict()
+def assert_equal_weights(found: nn.Module, expected: nn.Module) -> None:
+    tensors = expected.state_dict()
     assert found.state_dict().keys() == tensors.keys()
     for name, tensor in found.state_dict().items():
         torch.testing.assert_close(tensor, tensors[name], rtol=0, atol=0)
@@ -74,9 +74,9 @@ def test_listed_heads_are_pruned_as_the_library_does_and_the_proof_holds(sample:
     assert_equal_weights(small, hw.prune(net, DropHeads(NAMED_HEADS)).after)
     example = examples_from_lines(net, TEXTS).examples[1]
     with torch.inference_mode(), hw.ablate(net, [(site, head) for site, head in NAMED_HEADS]):
-        wanted = net(**example.inputs)
+        expected = net(**example.inputs)
     with torch.inference_mode():
-        torch.testing.assert_close(small(**example.inputs), wanted, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(small(**example.inputs), expected, rtol=1e-4, atol=1e-3)
     assert found["holds"] is True
     assert {check["what"] for check in found["proof"]["equal"]} >= {
         "heads ablated vs. removed",
@@ -94,14 +94,14 @@ def test_a_share_keeps_the_heads_that_the_library_ranks_highest(sample: OpenMode
     arguments = {"keep": 0.5, "by": "michel", "per": "model", "texts": lines}
     net = bundled_sample.load_sample_model()
     selection, _, _ = split_examples(examples_from_lines(net, lines).examples_with_frequencies())
-    wanted = hw.prune(net, KeepTop(0.5, HeadRanking("michel"), "model"), selection)
+    expected = hw.prune(net, KeepTop(0.5, HeadRanking("michel"), "model"), selection)
     names = [layer.name for layer in sample.get_trace().layers]
     planned = surgery_actions.plan_pruning(sample, arguments, progress())
-    assert sorted((names[site], head) for site, head in planned["removed"]) == sorted(wanted.plan.removed_heads)
+    assert sorted((names[site], head) for site, head in planned["removed"]) == sorted(expected.plan.removed_heads)
     assert planned["kept"] == 27
     assert not (tmp_path / "out").exists()  # a plan writes nothing
     surgery_actions.prune_heads(sample, arguments | {"name": "half"}, progress())
-    assert_equal_weights(load(tmp_path / "out" / "half"), wanted.after)
+    assert_equal_weights(load(tmp_path / "out" / "half"), expected.after)
 
 
 def test_removed_heads_are_replaced_by_their_mean(sample: OpenModel, tmp_path: Path):
@@ -109,8 +109,8 @@ def test_removed_heads_are_replaced_by_their_mean(sample: OpenModel, tmp_path: P
     found = surgery_actions.prune_heads(sample, arguments, progress())
     net = bundled_sample.load_sample_model()
     examples = examples_from_lines(net, TEXTS).examples_with_frequencies()
-    wanted = hw.prune(net, DropHeads(NAMED_HEADS), examples, fold="mean").after
-    assert_equal_weights(load(tmp_path / "out" / "folded"), wanted)
+    expected = hw.prune(net, DropHeads(NAMED_HEADS), examples, fold="mean").after
+    assert_equal_weights(load(tmp_path / "out" / "folded"), expected)
     assert found["holds"]
 
 
@@ -131,8 +131,8 @@ def test_a_transformers_folder_becomes_one_again(tmp_path: Path):
     model = open_target(Target(str(source), "a text", out=tmp_path / "out"))
     arguments = {"heads": [[0, 1], [1, 1]], "texts": ["one line", "another line"], "name": "small"}
     found = surgery_actions.prune_heads(model, arguments, progress())
-    wanted = hw.prune(load(source), DropHeads((("decoder.0.attention", 1), ("decoder.1.attention", 1)))).after
-    assert_equal_weights(load(tmp_path / "out" / "small"), wanted)
+    expected = hw.prune(load(source), DropHeads((("decoder.0.attention", 1), ("decoder.1.attention", 1)))).after
+    assert_equal_weights(load(tmp_path / "out" / "small"), expected)
     assert found["kind"] != "ours"
     assert found["command"].split()[2] == str(source)
 
@@ -151,10 +151,10 @@ def test_heads_are_pooled_as_the_library_does(
     arguments |= {"form": "kv", "texts": TEXTS, "name": "gqa"}
     found = surgery_actions.convert_heads(sample, arguments, progress())
     net = bundled_sample.load_sample_model()
-    wanted = hw.convert(net, pool, examples_from_lines(net, TEXTS).examples_with_frequencies())
-    assert_equal_weights(load(tmp_path / "out" / "gqa"), wanted.after)
+    expected = hw.convert(net, pool, examples_from_lines(net, TEXTS).examples_with_frequencies())
+    assert_equal_weights(load(tmp_path / "out" / "gqa"), expected.after)
     assert {entry["site"]: entry["groups"] for entry in found["groups"]} == {
-        site: [list(group) for group in groups] for site, groups in wanted.groups.items()
+        site: [list(group) for group in groups] for site, groups in expected.groups.items()
     }
     assert f" {options} --data " in found["command"]
     assert found["holds"]
@@ -242,8 +242,8 @@ def test_what_cannot_be_written_or_changed_is_refused(
     assert event["error"]["fact"].startswith(fact)
     assert event["error"]["remedy"]
     assert sample.output_folder is not None
-    kept = sorted(path.name for path in sample.output_folder.rglob("*"))
-    assert kept == (["kept.txt", "small"] if change is make_folder else [])
+    files = sorted(path.name for path in sample.output_folder.rglob("*"))
+    assert files == (["kept.txt", "small"] if change is make_folder else [])
 
 
 @pytest.mark.parametrize(

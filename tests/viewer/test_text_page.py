@@ -49,12 +49,12 @@ def test_a_set_chosen_on_the_map_is_averaged(page: Any):
         page.get_by_role("link", name="Text").click()
         page.get_by_role("button", name="mean of a set").click()
         page.locator(".chip").nth(3).click()
-        wanted = np.sort(np.mean(rows, 0))[::-1][:6]
+        expected = np.sort(np.mean(rows, 0))[::-1][:6]
         wait_until(
             page, "document.querySelector('.text-lay h2 ~ *, .text-lay')?.textContent.includes('mean of 3 heads')"
         )
         page.wait_for_timeout(300)
-        assert listed(page) == pytest.approx(wanted, rel=0.06, abs=0.006)
+        assert listed(page) == pytest.approx(expected, rel=0.06, abs=0.006)
 
 
 def test_two_heads_have_two_colours_and_their_own_weights(page: Any):

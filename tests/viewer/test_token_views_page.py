@@ -36,8 +36,8 @@ def test_hidden_tokens_leave_every_view_and_the_rest_is_divided_by_its_sum(page:
         page.get_by_role("button", name="hide special").click()
         wait_until(page, f"document.querySelectorAll('.toks .tok').length === {len(words) - 1}")
         page.get_by_role("option", name=words[4], exact=True).first.click()
-        wanted = np.sort(weights / weights.sum())[::-1][:3]
-        wait_until(page, f"document.querySelector('.head-lay').textContent.includes('{wanted[0]:.4g}')")
+        expected = np.sort(weights / weights.sum())[::-1][:3]
+        wait_until(page, f"document.querySelector('.head-lay').textContent.includes('{expected[0]:.4g}')")
         page.get_by_role("link", name="Steps").click()
         page.get_by_text("This screen works with the tokens of the model.").wait_for()
         page.get_by_role("button", name="Show all tokens").click()
@@ -56,8 +56,8 @@ def test_tokens_kept_together_show_the_sum_of_their_weights(page: Any):
         page.locator(".chip").nth(5).click(modifiers=["Shift"])
         page.mouse.move(5, 5)
         page.get_by_text("attend to (sum)").wait_for()
-        wanted = np.sort(rows[3] + rows[5])[::-1][0]
-        wait_until(page, f"document.querySelector('.finder').textContent.includes('{wanted:.2f}')")
+        expected = np.sort(rows[3] + rows[5])[::-1][0]
+        wait_until(page, f"document.querySelector('.finder').textContent.includes('{expected:.2f}')")
         assert "add=5" in page.url
 
 
@@ -66,8 +66,8 @@ def test_a_threshold_leaves_only_strong_pairs(page: Any):
     weights = model.get_trace().head_weights("encoder.0.attention", 2)
     with served(model) as url:
         open_head(page, url, "head=2&form=arcs&least=0.5")
-        wanted = int((np.ceil(weights * 255 - 1e-4) / 255 >= 0.5).sum())
-        wait_until(page, f"document.querySelectorAll('.lines path').length === {wanted}")
+        expected = int((np.ceil(weights * 255 - 1e-4) / 255 >= 0.5).sum())
+        wait_until(page, f"document.querySelectorAll('.lines path').length === {expected}")
         assert page.get_by_text("pairs from 50 % of the largest").is_visible()
 
 
@@ -80,9 +80,9 @@ def test_points_lie_where_the_queries_and_keys_are(page: Any):
         places = page.locator(".query-point").evaluate_all(
             "all => all.map((c) => [+c.getAttribute('cx'), +c.getAttribute('cy')])"
         )
-        drawn, wanted = np.array(places), found.queries * [1, -1]
-        scale = np.ptp(drawn[:, 0]) / np.ptp(wanted[:, 0])
-        np.testing.assert_allclose(drawn - drawn[0], (wanted - wanted[0]) * scale, atol=1e-2)
+        points, expected = np.array(places), found.queries * [1, -1]
+        scale = np.ptp(points[:, 0]) / np.ptp(expected[:, 0])
+        np.testing.assert_allclose(points - points[0], (expected - expected[0]) * scale, atol=1e-2)
         assert f"{round(found.share * 100)} %" in page.locator(".points p").first.inner_text()
         best = model.get_trace().head_weights("encoder.1.attention", 3)[4].max()
         wait_until(page, f"document.querySelector('[data-testid=points-keys]').textContent.includes('{best:.2f}')")
@@ -102,8 +102,8 @@ def test_grouping_keeps_the_recorded_trace_for_the_model() -> None:
     recorded, revision = model.get_trace(), model.revision
     group(model, first=True)
     site = recorded.layers[1].name
-    wanted = group_tokens(recorded, TokenGrouping(first=True)).head_weights(site, 2)
-    np.testing.assert_array_equal(model.get_trace().head_weights(site, 2), wanted)
+    expected = group_tokens(recorded, TokenGrouping(first=True)).head_weights(site, 2)
+    np.testing.assert_array_equal(model.get_trace().head_weights(site, 2), expected)
     assert model.get_recorded() is recorded
     assert model.revision > revision
     assert model.describe()["grouping"] == {"words": False, "special": False, "first": True}

@@ -20,7 +20,7 @@ import torch
 import headwise as hw
 from headwise import cli
 from headwise.surgery.hf_export.model_folder import write_model_folder
-from headwise.viewer import bundled_sample, export_answers, html_export, notebook_widget, view
+from headwise.viewer import bundled_sample, export_answers, html_export, view
 from headwise.viewer.bundled_sample import SOURCE, TRACE, load_sample_trace
 from headwise.viewer.html_export import PageAssets, render_html
 from headwise.viewer.open_model import OpenModel
@@ -137,8 +137,8 @@ def test_models_open_with_their_texts(tmp_path: Path):
     code = "import headwise as hw\ndef make():\n    return hw.load(FOLDER)"
     (tmp_path / "a.py").write_text(code.replace("FOLDER", repr(str(bundled_sample.MODEL))))
     lines: list[str] = []
-    made = view.open_target(view.Target(f"{tmp_path / 'a.py'}:make", SOURCE), lines.append)
-    assert made.has_model
+    opened = view.open_target(view.Target(f"{tmp_path / 'a.py'}:make", SOURCE), lines.append)
+    assert opened.has_model
     assert lines == [f"running make of {tmp_path / 'a.py'}"]
     assert hw.view(bundled_sample.load_sample_model(), SOURCE).opened.name == "dates"
 
@@ -230,7 +230,7 @@ def test_the_widget_of_anywidget(monkeypatch: pytest.MonkeyPatch):
     page = hw.view(load_sample_trace())
     (values,) = page._repr_mimebundle_().values()
     assert values == {"page": page.html, "height": view.FRAME_HEIGHT}
-    widget = type(notebook_widget.make_widget("a"))
+    widget = type(view.make_widget("a"))
     assert widget.page.options == widget.height.options == {"sync": True}
     assert 'setAttribute("sandbox", "allow-scripts allow-downloads")' in widget._esm
 

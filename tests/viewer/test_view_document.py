@@ -18,7 +18,7 @@ def test_measures_of_some_heads_only_are_in_the_table():
     for number, head in enumerate(table.heads):
         for column, name in enumerate(names):
             if name in head.measures:
-                wanted = np.array(head.measures[name][:4], np.float32)
-                np.testing.assert_array_equal(stacked[number, column], wanted)
+                expected = np.array(head.measures[name][:4], np.float32)
+                np.testing.assert_array_equal(stacked[number, column], expected)
             else:
                 assert np.isnan(stacked[number, column]).all()

@@ -39,8 +39,8 @@ def test_a_tile_of_a_long_text_is_pooled_exactly(pool: str, causal: bool):
     edges = 13 + np.arange(10) * 1287 // 9
     for row in range(9):
         part = weights[edges[row] - 13 : edges[row + 1] - 13].reshape(edges[row + 1] - edges[row], 40, 30)
-        wanted = part.max((0, 2)) if pool == "max" else part.mean((0, 2))
-        assert np.abs(tile.weights[row] - np.ceil(wanted * 255 - 1e-4)).max() <= 1
+        expected = part.max((0, 2)) if pool == "max" else part.mean((0, 2))
+        assert np.abs(tile.weights[row] - np.ceil(expected * 255 - 1e-4)).max() <= 1
         assert tile.masked[row].tolist() == [int(causal and 3 + 30 * cell >= edges[row + 1]) for cell in range(40)]
 
 
@@ -57,15 +57,15 @@ def test_marginals_of_a_long_text(lens: str):
     window = np.abs(np.arange(1300)[:, None] - np.arange(1300)) < 40
     opened = OpenModel(record(window[None, None], causal=False))
     plain = opened.get_trace().head_weights(SITE, 0)
-    seen = opened.weights(SITE, 0, slice(None), lens=lens)
+    weights = opened.weights(SITE, 0, slice(None), lens=lens)
     found = opened.marginals(SITE, 0, lens=lens)
-    assert np.allclose(found.received, seen.sum(0) / window.sum(0), rtol=1e-4)
-    assert np.allclose(found.maximum, seen.max(1), rtol=1e-5)
+    assert np.allclose(found.received, weights.sum(0) / window.sum(0), rtol=1e-4)
+    assert np.allclose(found.maximum, weights.max(1), rtol=1e-5)
     assert np.allclose(found.entropy, -(plain * np.log(np.where(plain > 0, plain, 1))).sum(1), rtol=1e-4)
     for offset in (-39, -1, 0, 7, 40, 1299):
         pairs = window.diagonal(-offset)
-        wanted = plain.diagonal(-offset)[pairs].mean() if pairs.any() else 0.0
-        assert found.by_offset[offset + 1299] == pytest.approx(wanted, rel=1e-4)
+        expected = plain.diagonal(-offset)[pairs].mean() if pairs.any() else 0.0
+        assert found.by_offset[offset + 1299] == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_peak_is_the_first_largest_weight():

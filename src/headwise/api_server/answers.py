@@ -36,8 +36,10 @@ class AnswerFormat:
     def whole(self, choices: Sequence[Choice], num_prompt_tokens: int) -> dict[str, Any]:
         """The answer to a request that is not streamed."""
         usage = make_usage(num_prompt_tokens, sum(choice.num_tokens for choice in choices))
-        made = [self._chat_choice(choice) if self.is_chat else self._text_choice(choice) for choice in choices]
-        return {**self._head("chat.completion"), "choices": made, "usage": usage}
+        choice_documents = [
+            self._chat_choice(choice) if self.is_chat else self._text_choice(choice) for choice in choices
+        ]
+        return {**self._head("chat.completion"), "choices": choice_documents, "usage": usage}
 
     def chunk(self, index: int, text: str, ended: str = "", *, is_first: bool = False) -> bytes:
         """One event of a stream: new text of one output, or its end."""

@@ -69,8 +69,8 @@ class GenerationJob:
         """Wait for all outputs."""
         return [self._choice(index) for index in range(len(self.prompts))]
 
-    def pump(self, index: int, put: Callable[[TextDelta | Exception], object]) -> None:
-        """Hand on the text of one output as it arrives, then how it ended, or the error that ended it."""
+    def pump(self, index: int, send: Callable[[TextDelta | Exception], object]) -> None:
+        """Send the text of one output as it arrives, then its end, or the error that ended it."""
         stream = self.streams[index]
         context = [] if self._is_translation else self.rows[index]
         detokenizer, num_sent = IncrementalDetokenizer(self.tokenizer, context), 0
@@ -78,11 +78,11 @@ class GenerationJob:
             for token_id in stream:
                 detokenizer.append(token_id)
                 if len(detokenizer.text) > num_sent:
-                    put(TextDelta(index, detokenizer.text[num_sent:]))
+                    send(TextDelta(index, detokenizer.text[num_sent:]))
                     num_sent = len(detokenizer.text)
-            put(TextDelta(index, self._output_text(index)[num_sent:], stream.ended))
+            send(TextDelta(index, self._output_text(index)[num_sent:], stream.ended))
         except Exception as error:  # of the model: the client is told, the server goes on
-            put(error)
+            send(error)
 
     def cancel(self) -> None:
         """End the outputs that still run."""

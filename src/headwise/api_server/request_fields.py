@@ -1,4 +1,4 @@
-"""What a request asks for, read from its JSON and checked.
+"""The fields of a request, read from its JSON and checked.
 
 Field names, defaults and types are those of OpenAI's HTTP interface (platform.openai.com/docs/api-reference), with
 `top_k`, `min_p` and `repetition_penalty` as other servers have them. Fields that would change the answer and are not
@@ -59,7 +59,7 @@ class FieldError(ValueError):
 
 @dataclass(frozen=True)
 class GenerationFields:
-    """What both kinds of requests ask for. `top_logprobs` is None for no log-probabilities."""
+    """Fields of both kinds of requests. `top_logprobs` is None for no log-probabilities."""
 
     max_tokens: int
     temperature: float
@@ -113,14 +113,14 @@ def read_chat_fields(body: Mapping[str, Any]) -> tuple[list[ChatMessage], Genera
 class _FieldReader:
     """Reads the fields of one request."""
 
-    def __init__(self, body: Mapping[str, Any], known: Sequence[str]) -> None:
+    def __init__(self, body: Mapping[str, Any], names: Sequence[str]) -> None:
         self.body = body
         for name, value in body.items():
             if name in UNSUPPORTED:
                 if value not in UNSUPPORTED[name]:
                     raise FieldError(name, f"{name} is not supported; leave it out")
-            elif name not in known and name not in IGNORED:
-                raise FieldError(name, f"there is no field {name!r}; {suggest(name, known)}")
+            elif name not in names and name not in IGNORED:
+                raise FieldError(name, f"there is no field {name!r}; {suggest(name, names)}")
 
     def integer(self, name: str, default: int | None, least: int, most: int | None = None) -> int | None:
         """An integer, or the default where the field is absent or null."""

@@ -132,22 +132,22 @@ class ApiServer:
     async def _wait(self, request: Request, job: GenerationJob, form: AnswerFormat) -> Response:
         """The whole answer; a client that goes away ends its outputs."""
         finished = asyncio.get_running_loop().run_in_executor(self.threads, job.choices)
-        gone = asyncio.ensure_future(_wait_for_disconnect(request))
+        disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
         try:
-            await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({finished, disconnect}, return_when=asyncio.FIRST_COMPLETED)
             if not finished.done():
                 job.cancel()
             return JSONResponse(form.whole(await finished, job.num_prompt_tokens))
         finally:
-            gone.cancel()
+            disconnect.cancel()
             job.cancel()
             self.num_outputs -= len(job.prompts)
 
     async def _stream(self, job: GenerationJob, form: AnswerFormat) -> AsyncIterator[bytes]:
         """The events of a streamed answer; a client that goes away ends its outputs."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[TextDelta | Exception]()
-        put = partial(_put_from_thread, loop, queue)
-        pumps = [loop.run_in_executor(self.threads, job.pump, index, put) for index in range(len(job.streams))]
+        send = partial(_put_from_thread, loop, queue)
+        pumps = [loop.run_in_executor(self.threads, job.pump, index, send) for index in range(len(job.streams))]
         started, num_running = set[int](), len(pumps)
         try:
             while num_running:
@@ -241,8 +241,8 @@ class ApiSecurity:
         if headers.get("sec-fetch-site") in ("cross-site", "same-site"):
             return 403, "requests of web pages are refused; call the server from a program"
         if self.api_key is not None and scope["path"] != "/health":
-            given = headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self.api_key.encode()):
+            token = headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(token.encode(), self.api_key.encode()):
                 return 401, "the key is missing or wrong; send Authorization: Bearer KEY"
         if scope["method"] == "POST":
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()

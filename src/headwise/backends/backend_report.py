@@ -115,7 +115,7 @@ class BackendReport:
         width = max(map(len, self.unsupported))
         lines = [*textwrap.wrap(_title(self.call), WIDTH), "", f"  {'backend'.ljust(width)}  answer"]
         for name, reasons in self.unsupported.items():
-            answer = "runs this call" if name == self.backend else "supports this call"
+            answer = "runs this call" if name == self.backend else f"supports this call; {self.backend} is preferred"
             text = "; ".join([f"no: {reason}" if not n else reason for n, reason in enumerate(reasons)])
             lines += _table_row(name, width, text or "; ".join([answer, *self.call.notes[name]]))
         lines += ["", *_summary(self.call)]
@@ -185,8 +185,8 @@ def _call_report(call: CallSignature, tokens: str, size: CallSize | None) -> Cal
     reasons = backends.unsupported_reasons_by_backend(call)
     if size is not None:
         slower = slower_reasons_by_backend(call, size)
-        reasons = {name: found or slower[name] for name, found in reasons.items()}
-    notes = {name: [] if found else backends.backend_notes(name, call) for name, found in reasons.items()}
+        reasons = {name: own_reasons or slower[name] for name, own_reasons in reasons.items()}
+    notes = {name: [] if own_reasons else backends.backend_notes(name, call) for name, own_reasons in reasons.items()}
     form = "" if project == spec.project else repr(project)
     return CallReport(tokens, call, size, form, reasons, backends.backends_by_length(call), notes)
 
@@ -241,10 +241,10 @@ def _as_words(words: Iterable[str]) -> tuple[str, ...]:
     return (words,) if isinstance(words, str) else tuple(words)
 
 
-def _check_known(name: str, words: Sequence[str], known: Iterable[str]) -> None:
+def _check_known(name: str, words: Sequence[str], names: Iterable[str]) -> None:
     for word in words:
-        if word not in known:
-            raise ValueError(f"{name}={word!r} is unknown; {suggest(str(word), known)}")
+        if word not in names:
+            raise ValueError(f"{name}={word!r} is unknown; {suggest(str(word), names)}")
 
 
 def _parse_tokens(tokens: str | int | CallSize) -> tuple[str, CallSize | None]:

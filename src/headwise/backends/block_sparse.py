@@ -46,13 +46,13 @@ def find_token_runs(
         if max(map(len, runs_by_row), default=0) > MIN_RUN_LENGTH + positions.shape[1] // MIN_RUN_LENGTH:
             return None
     rows_are_equal = len(query_runs) == len(key_runs) == 1
-    found: list[tuple[Sequence[int], TokenAxis, tuple[TokenAxis, ...]]] = []
+    runs: list[tuple[Sequence[int], TokenAxis, tuple[TokenAxis, ...]]] = []
     for row in range(1 if rows_are_equal else batch):
         row_keys = key_runs[row % len(key_runs)]
         for segment, queries in query_runs[row % len(query_runs)]:
             keys = tuple(axis for key_segment, axis in row_keys if key_segment == segment)
-            found.append((range(batch) if rows_are_equal else (row,), queries, keys))
-    return found
+            runs.append((range(batch) if rows_are_equal else (row,), queries, keys))
+    return runs
 
 
 def _scan_token_runs(position_BT: Tensor, segment_BT: Tensor) -> list[list[TokenRun]]:

@@ -1,4 +1,4 @@
-"""What a backend knows about a call before it is chosen, and what it receives when it runs."""
+"""The properties of a call that a backend is chosen by, and the tensors that it receives when it runs."""
 
 from __future__ import annotations
 
@@ -201,15 +201,15 @@ def _use_fused_kernel(act: ScoreTransform) -> ScoreTransform:
 def _apply_mix_fused(
     part: Mix, p: PartParams, names: Mapping[str, str], a: Tensor, attention_mask: AttentionMask, inputs: CoreInputs
 ) -> Tensor:
-    kept = {key: inputs.kv_entry[name] for key, name in names.items()}
-    return part.fused_mix(a, part.query_factors(inputs.query_context.x_BTD, p), kept, p)
+    key_factors = {key: inputs.kv_entry[name] for key, name in names.items()}
+    return part.fused_mix(a, part.query_factors(inputs.query_context.x_BTD, p), key_factors, p)
 
 
 def _apply_mix(
     part: Mix, p: PartParams, names: Mapping[str, str], a: Tensor, attention_mask: AttentionMask, inputs: CoreInputs
 ) -> Tensor:
-    kept = {key: inputs.kv_entry[name] for key, name in names.items()}
-    return part.mix(a, part.query_factors(inputs.query_context.x_BTD, p), kept, p)
+    key_factors = {key: inputs.kv_entry[name] for key, name in names.items()}
+    return part.mix(a, part.query_factors(inputs.query_context.x_BTD, p), key_factors, p)
 
 
 def _apply_score_step(

@@ -198,17 +198,17 @@ def backends_by_length(call: CallSignature) -> list[tuple[int, str]]:
         dispatch = make_dispatch(call)
     except NoBackend:
         return []
-    found: list[tuple[int, str]] = []
+    ranges: list[tuple[int, str]] = []
     for length in _deciding_lengths(call):
         queries = 1 if call.single_query else length
         name = dispatch.select_for_size(CallSize(1, queries, queries, length))
-        if not found or found[-1][1] != name:
-            found.append((0 if not found else length, name))
-    return found
+        if not ranges or ranges[-1][1] != name:
+            ranges.append((0 if not ranges else length, name))
+    return ranges
 
 
 def backend_notes(name: str, call: CallSignature) -> list[str]:
-    """What a backend does with this call beyond what it does with every one."""
+    """Properties of this backend that concern this call only."""
     return chunked_attention.notes(call) if BACKENDS[name] is chunked_attention else []
 
 

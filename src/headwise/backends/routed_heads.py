@@ -82,7 +82,7 @@ def group_heads_by_load(loads: Sequence[int]) -> list[tuple[int, ...]]:
 
 def _pack_group(open_BGX: Tensor, group: tuple[int, ...], sizes: tuple[int, int], plain: bool) -> PackedQueries:
     heads, each = sizes
-    batch, kept, queries = open_BGX.shape[0], len(group), open_BGX.shape[2] // each
+    batch, num_heads, queries = open_BGX.shape[0], len(group), open_BGX.shape[2] // each
     rank_BGX = open_BGX.cumsum(-1)
     counts_BG = rank_BGX[..., -1]
     most = int(counts_BG.max())
@@ -92,13 +92,13 @@ def _pack_group(open_BGX: Tensor, group: tuple[int, ...], sizes: tuple[int, int]
     rows = -(-most // count)
     rank, own = rank_BGX[b, g, x], counts_BG[b, g]
     chunk = (rank * count - 1) // own  # rank is counted from 1
-    slot = ((b * kept + g) * count + chunk) * rows + rank - 1 - chunk * own // count
+    slot = ((b * num_heads + g) * count + chunk) * rows + rank - 1 - chunk * own // count
     head = torch.tensor(group, device=x.device)[g] * each + x % each
-    line = torch.full((batch * kept * count * rows,), batch * queries * heads, device=x.device)
+    line = torch.full((batch * num_heads * count * rows,), batch * queries * heads, device=x.device)
     line[slot] = (b * queries + x // each) * heads + head
     place = torch.full_like(line, -1)
     place[slot] = x // each
-    place_BGCR = place.view(batch, kept, count, rows)
+    place_BGCR = place.view(batch, num_heads, count, rows)
     firsts = place_BGCR.masked_fill(place_BGCR < 0, queries).amin((0, 1, 3))
     spans = tuple(zip(firsts.tolist(), place_BGCR.amax((0, 1, 3)).tolist(), strict=True))
     place_BGR = place_BGCR.flatten(2)
@@ -240,12 +240,12 @@ class RoutedWorkItems(NamedTuple):
     num_pairs: int
 
     @staticmethod
-    def from_open_heads(open_BTH: Tensor, kept: int, ends: Tensor, keys: int) -> RoutedWorkItems:
+    def from_open_heads(open_BTH: Tensor, num_open: int, ends: Tensor, keys: int) -> RoutedWorkItems:
         """Work items for the open queries; the items with most keys come first, so that threads end together."""
         batch, queries, heads = open_BTH.shape
-        by_key = open_BTH.view(batch, queries, kept, heads // kept).transpose(1, 2)
+        by_key = open_BTH.view(batch, queries, num_open, heads // num_open).transpose(1, 2)
         b, g, t, h = by_key.nonzero(as_tuple=True)
-        lines = (b * queries + t) * heads + g * (heads // kept) + h
+        lines = (b * queries + t) * heads + g * (heads // num_open) + h
         counts = by_key.sum((2, 3)).flatten()
         whose, first, rows = _make_forward_items(counts)
         last = first + rows - 1
@@ -419,25 +419,25 @@ class _RoutedAttention(torch.autograd.Function):
     ) -> Tensor:
         batch, queries, heads = q.shape[:3]
         line = v.new_zeros(batch * queries * heads + 1, v.shape[-1])
-        kept = []
+        saved = []
         for pack in packed:
             packed_call = _PackedCall(pack, q, k, v, how)
             o_BGRV, lse_BGR = packed_call.forward()
             line.index_copy_(0, pack.flat_index, o_BGRV.view(-1, v.shape[-1]))
-            kept += [o_BGRV, lse_BGR]
+            saved += [o_BGRV, lse_BGR]
         ctx.packed, ctx.how = packed, how
-        ctx.save_for_backward(q, k, v, *kept)
+        ctx.save_for_backward(q, k, v, *saved)
         return line[:-1].view(batch, queries, heads, -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
-        q, k, v, *kept = ctx.saved_tensors
+        q, k, v, *saved = ctx.saved_tensors
         dq = q.new_zeros(q.shape[:3].numel() + 1, q.shape[-1])
         dk, dv = (t.new_zeros(t.transpose(1, 2).shape) for t in (k, v))
         for n, pack in enumerate(ctx.packed):
             packed_call = _PackedCall(pack, q, k, v, ctx.how)
-            dq_BGRK, dk_BGSK, dv_BGSV = packed_call.backward(grads[0], kept[2 * n], kept[2 * n + 1])
+            dq_BGRK, dk_BGSK, dv_BGSV = packed_call.backward(grads[0], saved[2 * n], saved[2 * n + 1])
             dq.index_copy_(0, pack.flat_index, dq_BGRK.view(-1, q.shape[-1]).to(q.dtype))
             dk[:, pack.heads], dv[:, pack.heads] = dk_BGSK.to(k.dtype), dv_BGSV.to(v.dtype)
         return dq[:-1].view(q.shape), dk.transpose(1, 2), dv.transpose(1, 2), None, None
@@ -494,10 +494,10 @@ class _PackedCall:
                 continue
             q, o, lse, to = (t[:, :, rows] for t in (self.q_BGRK, o_BGRV, lse_BGR, to_BGRV))
             k, v = self.k_BGSK[:, :, keys], self.v_BGSV[:, :, keys]
-            found = kernel(
+            gradients = kernel(
                 to, q, k, v, o, lse, 0.0, piece.is_causal_square, attn_mask=self._bars(piece), scale=self.scale
             )
-            for total, some, part in zip((dq, dk, dv), (rows, keys, keys), found, strict=True):
+            for total, some, part in zip((dq, dk, dv), (rows, keys, keys), gradients, strict=True):
                 total[:, :, some] += part
         return dq, dk, dv
 

@@ -1,15 +1,19 @@
 """KV caches: made by a layer, owned by the caller.
 
-`kv_cache` is the interface, with int8 storage and the test whether a query attends to everything that is cached.
-`contiguous` keeps every token, a ring of those that the attention pattern can still reach, or one state for linear
-attention. Paged caches: `block_table` assigns pages to sequences and shares equal prefixes, `paged_cache` has the
-tensors and the rows of one call.
+Which tokens a cache may drop is the `retention` of the attention pattern (`masking`); caches only apply it.
+
+- `kv_cache`: the interface. `KVCache.for_spec` chooses the cache of a layer; int8 storage; the test whether a query
+  attends to everything that is cached.
+- `slot_caches`: one slot per token. `ContiguousCache` keeps every token, `RingCache` overwrites the tokens that no
+  later query attends to, and `RecurrentStateCache` keeps one state for linear attention.
+- `block_table`: assigns pages to sequences, frees those that no later query attends to, and shares equal prefixes.
+- `paged_cache`: the tensors of the pages, and the rows of one call.
 """
 
 from .block_table import BlockTables, PageAllocator, PagedSequence
-from .contiguous import ContiguousCache, RecurrentStateCache, RingCache
 from .kv_cache import KVCache, KVEntry, ProjectedSource
 from .paged_cache import PagedCache, PagePool
+from .slot_caches import ContiguousCache, RecurrentStateCache, RingCache
 
 __all__ = [
     "BlockTables",

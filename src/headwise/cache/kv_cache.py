@@ -104,7 +104,7 @@ class KVCache(ABC):
         if not (isinstance(batch, int) and isinstance(capacity, int) and batch >= 0 and capacity >= 1):
             raise SpecError(f"cannot make a cache of batch={batch}, capacity={capacity}; capacity must be at least 1")
         check_causal(spec)
-        from .contiguous import ContiguousCache, RecurrentStateCache, RingCache, StorageFormat
+        from .slot_caches import ContiguousCache, RecurrentStateCache, RingCache, StorageFormat
 
         check_storage_format(spec, storage_format)
 

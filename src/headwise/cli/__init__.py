@@ -1,12 +1,14 @@
 """The command line, `headwise COMMAND`: each command is one module, a thin layer over the library.
 
-`describe` holds the four commands that describe a layer or a model: `spec`, `walk`, `sites` and `why`.
+The commands `demo`, `view`, `learn`, `train`, `study`, `heads`, `trace`, `prune`, `convert`, `serve` and `bench` are
+modules of these names; the packages `cost` and `run` hold the two largest, and `describe` the four that describe a
+layer or a model: `spec`, `walk`, `sites` and `why`.
+
 `command_parser` makes help texts and errors. `exit_status` turns every error into one line and an exit code.
 `arguments` parses what commands share: specs, presets, folders of models, `--set KEY=VALUE` and `--json`.
 `argument_checks` and `known_names` refuse bad values before a model is loaded.
 `environment_report` and `shell_completion` are the options --version --json and --completion of headwise itself.
 `text_arguments` and `compression_arguments` add the options for texts and for models that are written to a folder.
-The packages `cost` and `run` hold the two largest commands.
 
 Heavy modules such as torch are imported inside `main` of a command, so that `headwise --help` answers at once.
 """
@@ -31,7 +33,7 @@ COMMANDS = {
     "view": "every head of a model in the browser, or in one HTML file",
     "spec": "show a spec or a model: parameters by name, cost, cache, mask",
     "cost": "parameters, FLOPs, memory and time of specs and models",
-    "walk": "the steps of a layer by number, or every tensor operation",
+    "walk": "the numbered steps of a layer, or every tensor operation",
     "train": "train a model on a built-in task or your data",
     "study": "train variants on tasks over seeds; report which differences are real",
     "run": "run a trained model on a text, an image, or each line of stdin",

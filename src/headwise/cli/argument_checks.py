@@ -65,9 +65,9 @@ def check_suffix(option: str, name: str | None, suffixes: Sequence[str]) -> None
         raise UsageError(f"{option} {name} has none of the suffixes {', '.join(suffixes)}; give one of these")
 
 
-def check_choice(option: str, value: str | None, known: Iterable[str]) -> None:
+def check_choice(option: str, value: str | None, choices: Iterable[str]) -> None:
     """Raise for an unknown name, with the most similar one; None is no choice."""
-    if value is not None and value not in (names := list(known)):
+    if value is not None and value not in (names := list(choices)):
         raise UsageError(f"{option} {value!r} is unknown; {suggest(value, names)}")
 
 

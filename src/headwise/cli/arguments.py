@@ -102,7 +102,7 @@ def add_overwrite_argument(parser: argparse._ActionsContainer) -> None:
 
 
 def existing_mode(args: argparse.Namespace) -> Existing:
-    """What `check_output` does with an earlier output, by --overwrite."""
+    """How `check_output` treats an earlier output, by --overwrite."""
     return "overwrite" if args.overwrite else "refuse"
 
 
@@ -216,14 +216,16 @@ def _enter_key(parent: Any, key: str, path: str) -> Any:
         return parent[key]
     if isinstance(parent, list) and key.isdecimal() and int(key) < len(parent):
         return parent[int(key)]
-    known = (
+    field_names = (
         list(parent)
         if isinstance(parent, dict)
         else [str(n) for n in range(len(parent))]
         if isinstance(parent, list)
         else []
     )
-    raise UsageError(f"--set: the spec has no {path!r}; {suggest(key, known) if known else 'set its parent instead'}")
+    raise UsageError(
+        f"--set: the spec has no {path!r}; {suggest(key, field_names) if field_names else 'set its parent instead'}"
+    )
 
 
 def parse_value(text: str) -> Any:

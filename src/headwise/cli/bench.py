@@ -97,7 +97,9 @@ def _parser() -> CommandParser:
         help="kinds of benchmarks, see --list; KIND:PIECE selects the rows with PIECE in their names (default: all)",
     )
     parser.add_argument("--list", action="store_true", help="list the kinds of benchmarks and exit")
-    parser.add_argument("--quick", action="store_true", help="take fewer samples and skip rows; minutes for all kinds")
+    parser.add_argument(
+        "--quick", action="store_true", help="take fewer samples and skip rows; a few minutes for all kinds"
+    )
     parser.add_argument(
         "--scaling", action="store_true", help="time every backend at growing sizes instead of the benchmarks"
     )

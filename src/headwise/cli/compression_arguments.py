@@ -77,14 +77,14 @@ def add_compression_arguments(parser: CommandParser) -> None:
     timing.add_argument("--seconds", type=float, default=10.0, metavar="NUMBER", help="time limit for measuring speed")
 
 
-def add_model_arguments(parser: CommandParser) -> None:
-    """Add the options for the model, texts, and the output folder."""
+def add_model_arguments(parser: CommandParser, written: str = "the new model") -> None:
+    """Add the options for the model, texts, and the output folder; `written` is what the command writes there."""
     parser.add_argument("model", metavar="MODEL", help="a headwise or transformers folder, or llama2.c file")
     parser.add_argument(
         "--out",
         required=True,
         metavar="DIR",
-        help="write the new model to this folder",
+        help=f"write {written} to this folder",
     )
     add_overwrite_argument(parser)
     task = "use and score examples of this task"

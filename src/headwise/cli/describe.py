@@ -246,7 +246,8 @@ def why_main(argv: list[str]) -> int:
         action="append",
         default=[],
         metavar="STATE",
-        help="assume grad, training, mask (a tensor passed as mask=), or paged (a paged KV cache); repeatable",
+        help="assume grad (gradients are enabled), training, mask (a tensor passed as mask=), paged (a paged KV "
+        "cache), or packed (several sequences per row); repeatable",
     )
     add_json_argument(parser)
     args = parser.parse_args(argv)

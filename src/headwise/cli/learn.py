@@ -59,7 +59,7 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "what", nargs="?", metavar="TOPIC", help="a document 000 to 004, a topic, an entry (003-2.1) or a row (C1.4)"
     )
-    parser.add_argument("--list", action="store_true", help="name every entry with its state, and run nothing")
+    parser.add_argument("--list", action="store_true", help="list every entry with its state; run nothing")
     parser.add_argument("--lang", choices=LANGUAGES, help="language of the texts (default: the locale's)")
     parser.add_argument("--html", metavar="DIR", help="write one page for each document, with figures")
     add_overwrite_argument(parser)

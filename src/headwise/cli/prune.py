@@ -305,7 +305,7 @@ def _sweep_parser() -> CommandParser:
         "headwise prune MODEL --sweep --data texts.txt --out curves",
         "headwise prune MODEL --sweep --by michel random --task dates --out curves",
     )
-    add_model_arguments(parser)
+    add_model_arguments(parser, "the numbers, figures and report")
     sweep = parser.add_argument_group("sweep")
     sweep.add_argument("--sweep", action="store_true", help="measure quality against the number of remaining heads")
     sweep.add_argument(

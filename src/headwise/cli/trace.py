@@ -70,7 +70,7 @@ def _parser() -> CommandParser:
     parser.add_argument("--text", action="append", metavar="TEXT", help="input text; repeatable")
     parser.add_argument("--target", metavar="TEXT", help="target text, for an encoder-decoder model")
     parser.add_argument("--data", metavar="FILE", help="a file with one text per line, or an image")
-    parser.add_argument("--limit", type=int, metavar="COUNT", help="use the first lines of --data (default: 8)")
+    parser.add_argument("--limit", type=int, metavar="COUNT", help="use at most this many lines of --data (default: 8)")
     parser.add_argument("--out", metavar="FILE", help="write the trace to this file")
     parser.add_argument(
         "--new-tokens",

@@ -239,11 +239,11 @@ def _make_task(name: str | None, data: str | None, changes: Mapping[str, Any]) -
     from ..data.file_task import FileTask
 
     fields = {key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()}
-    known = [name for name, kind in TASKS.items() if not issubclass(kind, FileTask)]
+    task_names = [name for name, kind in TASKS.items() if not issubclass(kind, FileTask)]
     if data is not None:
         return open_data(f"{name}:{data}" if name else data, fields)
     assert name is not None  # because _check_arguments has refused it
-    return make_task(name, **fields) if name in known else open_data(name, fields)
+    return make_task(name, **fields) if name in task_names else open_data(name, fields)
 
 
 def _with_model_tokenizer(task: Task, model: str) -> Task:
@@ -262,8 +262,8 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
     if name not in PRESETS and not is_published and not path.exists():
         from ..families import PUBLISHED_MODELS
 
-        known = [*PRESETS, *PUBLISHED_MODELS]
-        raise UsageError(f"there is no preset, file or folder {name!r}; {suggest(name, known)}")
+        model_names = [*PRESETS, *PUBLISHED_MODELS]
+        raise UsageError(f"there is no preset, file or folder {name!r}; {suggest(name, model_names)}")
     if name not in PRESETS and not is_published and path.suffix not in DESCRIPTION_SUFFIXES:
         return _load_weights(path, task, recipe)
     from ..spec.attention_spec import AttentionSpec

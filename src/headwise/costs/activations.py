@@ -41,7 +41,7 @@ INT64_BYTES = 8
 
 
 class SavedByActivation(NamedTuple):
-    """What an activation function saves: a number of tensors besides its output, and possibly its output."""
+    """Tensors that an activation function saves: a number of tensors besides its output, and possibly its output."""
 
     num_tensors: int
     saves_output: bool = False
@@ -411,8 +411,8 @@ def is_fused_on_cpu(spec: AttentionSpec, dtype: str) -> bool:
 
 
 def _check_profile(profile: str, checkpoint: str) -> None:
-    if profile not in (known := [*BACKEND_PROFILES, *FORMULA_PROFILES]):
-        raise SpecError(f"there is no profile {profile!r}; {suggest(profile, known)}")
+    if profile not in (profiles := [*BACKEND_PROFILES, *FORMULA_PROFILES]):
+        raise SpecError(f"there is no profile {profile!r}; {suggest(profile, profiles)}")
     if checkpoint not in CHECKPOINT_MODES:
         raise SpecError(f"checkpoint={checkpoint!r} is unknown; {suggest(checkpoint, CHECKPOINT_MODES)}")
     if checkpoint == "core" and profile in ("sdpa", "flash-cuda"):

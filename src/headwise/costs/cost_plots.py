@@ -185,8 +185,8 @@ class _ChartBuilder:
             ys = tuple(cost for cost in costs if cost is not None)
             if len(ys) == len(lengths):
                 lines.append(ChartLine(name, label(name), tuple(lengths), ys))
-        drawn = {line.name for line in lines}
-        missing_names = tuple(name for name in self.estimates if name not in drawn)
+        line_names = {line.name for line in lines}
+        missing_names = tuple(name for name in self.estimates if name not in line_names)
         return LineChart(title, self.costs.workload.context, tuple(lines), missing_names)
 
 

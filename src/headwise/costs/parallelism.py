@@ -172,7 +172,7 @@ class ExpertLayers(NamedTuple):
 
 @dataclass(frozen=True)
 class StageShare:
-    """What one device of a pipeline stage holds: a model without routed experts, and layers of these."""
+    """The share of one device of a pipeline stage: a model without routed experts, and layers of these."""
 
     model: ModelSpec
     expert_layers: tuple[ExpertLayers, ...]
@@ -317,7 +317,7 @@ class ParallelCost:
 
     @property
     def shares(self) -> list[StageShare]:
-        """What one device of each stage holds."""
+        """The share of one device of each stage."""
         return stage_shares(self.model, self.plan)
 
     @property
@@ -465,6 +465,6 @@ def remote_devices(experts: ExpertsSpec, devices: int) -> float:
     >>> remote_devices(ExpertsSpec(FeedForwardSpec(3), count=4, active=1), 4)  # one device, another in 3 of 4 cases
     0.75
     """
-    held = experts.count // devices
-    missed = math.comb(experts.count - held, experts.active) / math.comb(experts.count, experts.active)
+    experts_per_device = experts.count // devices
+    missed = math.comb(experts.count - experts_per_device, experts.active) / math.comb(experts.count, experts.active)
     return (devices - 1) * (1 - missed)

@@ -179,7 +179,7 @@ class CallSizes(NamedTuple):
 
 
 class SavedTensorRun(NamedTuple):
-    """What a run saves, in order; what it saves if the core is recomputed; and whether attention was fused."""
+    """Tensors that a run saves, in order; those it saves if the core is recomputed; and whether attention was fused."""
 
     saved: Sequence[SavedTensor]
     outside_core: Sequence[SavedTensor]

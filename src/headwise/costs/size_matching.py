@@ -42,19 +42,19 @@ class SizeSearch:
     gap: int = 64
     counts: dict[int, int | None] = field(default_factory=dict[int, "int | None"])
 
-    def nearest(self, wanted: int) -> tuple[int, int]:
+    def nearest(self, target: int) -> tuple[int, int]:
         """Return the size with the nearest count, and that count; of equal ones the size nearest to `start`."""
-        top = self._upper_bound(wanted)
+        top = self._upper_bound(target)
         if top <= EXHAUSTIVE_SIZES or not self._is_monotonic(top):
             self._scan(top)
         else:
-            self._bisect(wanted)
-        return min(self.valid_counts, key=lambda pair: (abs(pair[1] - wanted), abs(pair[0] - self.start), pair[0]))
+            self._bisect(target)
+        return min(self.valid_counts, key=lambda pair: (abs(pair[1] - target), abs(pair[0] - self.start), pair[0]))
 
-    def is_bracketed(self, wanted: int) -> bool:
-        """Whether the counts found so far include values at or below and at or above the wanted one."""
+    def is_bracketed(self, target: int) -> bool:
+        """Whether the counts found so far include values at or below and at or above the target."""
         counts = [count for _, count in self.valid_counts]
-        return min(counts) <= wanted <= max(counts)
+        return min(counts) <= target <= max(counts)
 
     @property
     def valid_counts(self) -> list[tuple[int, int]]:
@@ -70,18 +70,18 @@ class SizeSearch:
         """Return the first valid size of a range."""
         return next((size for size in sizes if self._at(size) is not None), None)
 
-    def _upper_bound(self, wanted: int) -> int:
+    def _upper_bound(self, target: int) -> int:
         """Return a size above which no count is nearer; found by doubling, which preserves divisibility by heads."""
         size, num_equal = self.start, 0
         first_count = self._valid_count(size)
-        for _ in range(MAX_DOUBLINGS if first_count != wanted else 0):
+        for _ in range(MAX_DOUBLINGS if first_count != target else 0):
             larger = self._first_valid(range(2 * size, 4 * size + self.gap))
             if larger is None:
                 return self._first_valid(range(2 * size - 1, size, -1)) or size
             size, count = larger, self._valid_count(larger)
             num_equal = num_equal + 1 if count == first_count else 0
-            moves_away = abs(count - wanted) > abs(first_count - wanted)
-            is_bracketed = min(first_count, count) <= wanted <= max(first_count, count)
+            moves_away = abs(count - target) > abs(first_count - target)
+            is_bracketed = min(first_count, count) <= target <= max(first_count, count)
             if moves_away or num_equal == MAX_EQUAL_COUNTS or is_bracketed:
                 break
         return size
@@ -102,14 +102,14 @@ class SizeSearch:
         directions = {after > before for before, after in pairwise(counts) if after != before}
         return len(directions) < 2
 
-    def _bisect(self, wanted: int) -> None:
-        """Try sizes between two neighbours whose counts bracket the wanted one, until none is left between them."""
-        if not self.is_bracketed(wanted):
+    def _bisect(self, target: int) -> None:
+        """Try sizes between two neighbours whose counts bracket the target, until none is left between them."""
+        if not self.is_bracketed(target):
             return
         low, high = next(
             (size, next_size)
             for (size, count), (next_size, next_count) in pairwise(self.valid_counts)
-            if min(count, next_count) <= wanted <= max(count, next_count)
+            if min(count, next_count) <= target <= max(count, next_count)
         )
         is_rising = self._valid_count(low) <= self._valid_count(high)
         while high - low > 1:
@@ -119,7 +119,7 @@ class SizeSearch:
                 high, size = middle, self._first_valid(range(middle - 1, low, -1))
                 if size is None:
                     return
-            if (self._valid_count(size) < wanted) == is_rising:
+            if (self._valid_count(size) < target) == is_rising:
                 low = size
             else:
                 high = size
@@ -157,7 +157,7 @@ MATCH_QUANTITIES: dict[str, tuple[Callable[[AttentionSpec, Workload], int], str]
 class SizeMatch:
     """A spec with one size changed to match another spec.
 
-    The size `free` changed from `was` to `chosen`; the quantity `by` is `reached` instead of `wanted`.
+    The size `free` changed from `was` to `chosen`; the quantity `by` is `reached` instead of `target`.
     """
 
     spec: AttentionSpec
@@ -165,13 +165,13 @@ class SizeMatch:
     free: str
     was: int
     chosen: int
-    wanted: int
+    target: int
     reached: int
 
     @property
     def difference(self) -> float:
-        """Relative difference from the wanted quantity; negative if the matched spec is smaller."""
-        return (self.reached - self.wanted) / self.wanted
+        """Relative difference from the target quantity; negative if the matched spec is smaller."""
+        return (self.reached - self.target) / self.target
 
     @property
     def data(self) -> dict[str, Any]:
@@ -183,8 +183,8 @@ class SizeMatch:
         size = f"stays {self.was:,}" if self.chosen == self.was else f"{self.chosen:,}, was {self.was:,}"
         share = max(abs(self.difference), 1e-4)
         bound = "less than " if abs(self.difference) < share else ""
-        comparison = f"{bound}{share:.2%} {'more' if self.difference > 0 else 'fewer'} than {self.wanted:,}"
-        if self.reached == self.wanted:
+        comparison = f"{bound}{share:.2%} {'more' if self.difference > 0 else 'fewer'} than {self.target:,}"
+        if self.reached == self.target:
             comparison = "equal"
         return f"{self.free} {size}: {self.reached:,} {MATCH_QUANTITIES[self.by][1]}, {comparison}"
 

@@ -85,9 +85,9 @@ class WeightStorage:
 
 def check_weight_format(name: str) -> None:
     """Raise an error for an unknown format of weights."""
-    known = (STORED, *DTYPE_BYTES, *WEIGHT_FORMATS)
-    if name not in known:
-        raise SpecError(f"weights={name!r} is unknown; {suggest(name, known)}")
+    formats = (STORED, *DTYPE_BYTES, *WEIGHT_FORMATS)
+    if name not in formats:
+        raise SpecError(f"weights={name!r} is unknown; {suggest(name, formats)}")
 
 
 # --- The weights of a layer, with their full names -------------------------------------------------------

@@ -446,11 +446,11 @@ def _make_tokenizer() -> dict[str, object]:
     }
 
 
-def _check_choices(option: str, words: tuple[str, ...], known: Iterable[str], minimum: int) -> None:
+def _check_choices(option: str, words: tuple[str, ...], choices: Iterable[str], minimum: int) -> None:
     """Raise SpecError for unknown or repeated words, and for fewer than `minimum`."""
-    known = tuple(known)
+    choices = tuple(choices)
     for word in words:
-        if word not in known:
-            raise SpecError(f"{option}={words!r} has the unknown entry {word!r}; {suggest(str(word), known)}")
+        if word not in choices:
+            raise SpecError(f"{option}={words!r} has the unknown entry {word!r}; {suggest(str(word), choices)}")
     if len(set(words)) != len(words) or len(words) < minimum:
-        raise SpecError(f"{option}={words!r} must name {minimum} or more, each once; choose from {', '.join(known)}")
+        raise SpecError(f"{option}={words!r} must name {minimum} or more, each once; choose from {', '.join(choices)}")

@@ -56,10 +56,10 @@ def make_task(name: str, **options: Any) -> Task:
     """
     if name not in TASKS:
         raise SpecError(f"there is no task {name!r}; {suggest(name, TASKS)}")
-    known = [field.name for field in fields(TASKS[name]) if field.init]
+    field_names = [field.name for field in fields(TASKS[name]) if field.init]
     for option in options:
-        if option not in known:
-            raise SpecError(f"the task {name!r} has no option {option!r}; {suggest(option, known)}")
+        if option not in field_names:
+            raise SpecError(f"the task {name!r} has no option {option!r}; {suggest(option, field_names)}")
     return TASKS[name](**options)
 
 

@@ -256,9 +256,9 @@ class TranslationOptions:
     form: str = "bucketed"
 
     def __post_init__(self) -> None:
-        for name, known in (("vocabularies", ("shared", "separate")), ("form", BATCH_FORMS)):
-            if (value := getattr(self, name)) not in known:
-                raise SpecError(f"{name}={value!r} is unknown; {suggest(value, known)}")
+        for name, choices in (("vocabularies", ("shared", "separate")), ("form", BATCH_FORMS)):
+            if (value := getattr(self, name)) not in choices:
+                raise SpecError(f"{name}={value!r} is unknown; {suggest(value, choices)}")
         if self.longest < 2:
             raise SpecError(f"longest={self.longest} has no room for a token and the end token; use longest=2 or more")
 

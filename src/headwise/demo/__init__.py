@@ -1,8 +1,11 @@
-"""`headwise demo`: soft look-up, one attention layer in detail, then a translator that is trained and compressed.
+"""`headwise demo`: the heads of a trained translator; with --train, a translator that is trained and compressed.
 
-This module makes the pages about one layer. `soft_lookup` introduces attention as kernel regression.
-`translator` trains a small encoder-decoder model and shows which of its heads align words,
-then prunes and converts it. `before_after` compares the results and writes all pages to one HTML file.
+The bundled sample: `sample_tour` runs the steps, `sample_pictures` draws heads as SVG, `terminal_heat_map` in
+characters, and `sample_report` writes the HTML file.
+
+With --train: this module makes the pages about one layer, and `soft_lookup` introduces attention as kernel regression.
+`translator` trains a small encoder-decoder model, shows which of its heads align words, then prunes and converts it.
+`before_after` compares the results and writes all pages to one HTML file.
 """
 
 from __future__ import annotations

@@ -176,12 +176,12 @@ def _pruning_section(tour: Tour) -> Iterator[str]:
     if data is None:
         return
     proof, comparison = data["proof"], before_after.exact_match_rows(data)
-    kept, total = sum(map(len, data["keep"].values())), sum(data["head_counts"].values())
+    num_kept, total = sum(map(len, data["keep"].values())), sum(data["head_counts"].values())
     bars = [
         (name, entry["value"], entry["low"], entry["high"])
         for name, entry in (
             (f"{total} heads", comparison["before"]),
-            (f"{kept} heads", data["cut"]["after"]),
+            (f"{num_kept} heads", data["cut"]["after"]),
             ("retrained", comparison["after"]),
         )
     ]

@@ -82,7 +82,7 @@ class AblationResult(NamedTuple):
 
 @dataclass
 class Tour:
-    """What the tour has computed so far; the report shows what is not None."""
+    """Results of the tour so far; the report shows those that are not None."""
 
     trace: Trace
     table: HeadTable
@@ -95,7 +95,7 @@ class Tour:
 
     @property
     def translation(self) -> str:
-        """What the model writes for the sample text."""
+        """The translation that the model writes for the sample text."""
         return self.trace.streams["text"][0].text
 
     @property

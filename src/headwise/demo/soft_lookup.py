@@ -17,7 +17,7 @@ WeightFunction = Callable[[float, Sequence[float]], list[float]]
 class LookupAnswer:
     """A weighting method, its weights for a query, and the weighted mean of the values."""
 
-    way: str
+    method: str
     query: float
     weights: tuple[float, ...]
     value: float
@@ -114,7 +114,7 @@ def counterexamples() -> list[tuple[LookupAnswer, LookupAnswer]]:
 def format_lookup() -> str:
     """Format all answers as a table, and the erratum that follows from them."""
     rows = [
-        f"{answer.way:<28}" + "".join(f"{weight:>9.4f}" for weight in answer.weights) + f"{answer.value:>14.10g}"
+        f"{answer.method:<28}" + "".join(f"{weight:>9.4f}" for weight in answer.weights) + f"{answer.value:>14.10g}"
         for answer in look_up_by_all_methods()
     ]
     (between, line), (at_key, key) = counterexamples()

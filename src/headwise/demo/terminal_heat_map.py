@@ -27,8 +27,8 @@ def draw_heat_map(
     lines = [" " * side + "".join(_pad_to_width(t, w) for t, w in zip(keys, columns, strict=True))]
     for row, (token, row_weights) in enumerate(zip(queries, weights, strict=True)):
         cells = [_shade_cell(w, (column, row) in marked_links) for column, w in enumerate(row_weights)]
-        drawn = "".join(_pad_to_width(cell, w) for cell, w in zip(cells, columns, strict=True))
-        lines.append(_pad_to_width(token, side) + drawn)
+        row_text = "".join(_pad_to_width(cell, w) for cell, w in zip(cells, columns, strict=True))
+        lines.append(_pad_to_width(token, side) + row_text)
     return "\n".join(line.rstrip() for line in lines)
 
 

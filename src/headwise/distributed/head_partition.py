@@ -22,7 +22,7 @@ IndicesByAxis = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A smaller tensor cut out of a full one; `kept` are the indices along each axis that is cut.
+    """A smaller tensor cut out of a full one; `indices` are those kept along each axis that is cut.
 
     >>> piece = TensorShard(AxisLayout.parse("(q dim) model"), {"q": 3, "dim": 2, "model": 1}, {"q": (0, 2)})
     >>> piece.of(torch.arange(6.0)[:, None]).flatten().tolist()
@@ -31,7 +31,7 @@ class TensorShard:
 
     layout: AxisLayout
     sizes: Mapping[str, int]
-    kept: IndicesByAxis
+    indices: IndicesByAxis
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,28 +46,28 @@ class TensorShard:
     def of(self, full: Tensor) -> Tensor:
         """Cut the shard out of the full tensor; returns a copy."""
         opened = full.reshape(self.layout.unmerged_shape(self.sizes))
-        for axis, places in self.kept.items():
+        for axis, places in self.indices.items():
             opened = select_heads(places)(opened, self.layout.axes.index(axis))
         return opened.reshape(self.shape).clone()
 
-    def put(self, shard: Tensor, full: Tensor) -> None:
+    def write_into(self, shard: Tensor, full: Tensor) -> None:
         """Write the shard to its place in the full tensor."""
         full.view(self.layout.unmerged_shape(self.sizes))[self._full_indices] = shard.reshape(self.unmerged_shape)
 
     @property
     def cut_indices(self) -> tuple[Tensor, ...]:
         """Open mesh of the kept indices, one tensor per axis; an axis that is not cut has index 0 only."""
-        return _outer_indices([self.kept.get(axis, (0,)) for axis in self.layout.axes])
+        return _outer_indices([self.indices.get(axis, (0,)) for axis in self.layout.axes])
 
     @property
     def _shard_sizes(self) -> dict[str, int]:
-        return {**self.sizes, **{axis: len(places) for axis, places in self.kept.items()}}
+        return {**self.sizes, **{axis: len(places) for axis, places in self.indices.items()}}
 
     @property
     def _full_indices(self) -> tuple[Tensor, ...]:
         opened = self.layout.unmerged_shape(self.sizes)
         return _outer_indices(
-            [self.kept.get(axis, range(size)) for axis, size in zip(self.layout.axes, opened, strict=True)]
+            [self.indices.get(axis, range(size)) for axis, size in zip(self.layout.axes, opened, strict=True)]
         )
 
 
@@ -96,7 +96,7 @@ def partition_model(model_spec: ModelSpec, num_ranks: int) -> tuple[ModelShard, 
     >>> first, second = partition_model(hw.families.read_model_spec(config), 2)
     >>> first.spec.stacks[0].layers[0].attention.heads
     Heads.grouped(q=2, kv=1, dim=2)
-    >>> second.pieces["decoder.0.attention.project.k"].kept
+    >>> second.pieces["decoder.0.attention.project.k"].indices
     {'kv': (1,)}
     """
     cuts = {name: partition_heads(name, spec, num_ranks) for name, spec in model_spec.attention_specs()}
@@ -204,7 +204,7 @@ def count_holders(shards: Sequence[TensorShard]) -> Tensor:
     >>> count_holders([TensorShard(*both, {"kv": (0,)}), TensorShard(*both, {"kv": (0, 1)})]).tolist()
     [[2], [1]]
     """
-    layout, sizes, cut_axes = shards[0].layout, shards[0].sizes, shards[0].kept
+    layout, sizes, cut_axes = shards[0].layout, shards[0].sizes, shards[0].indices
     shape = [
         size if axis in cut_axes else 1 for axis, size in zip(layout.axes, layout.unmerged_shape(sizes), strict=True)
     ]

@@ -75,7 +75,7 @@ class TensorParallelModel:
         whole = p.new_zeros(piece.layout.shape(piece.sizes))
         grad = slices[name].whole(torch.zeros_like(p) if p.grad is None else p.grad) if name in slices else p.grad
         if grad is not None:
-            piece.put(grad, whole)
+            piece.write_into(grad, whole)
         return whole
 
     def part(self, name: str, full: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class TensorParallelModel:
         flat = part.new_zeros(max(sizes))
         flat[: part.numel()] = part.flatten()
         for piece, size, stored in zip(pieces, sizes, self.group.all_gather(flat), strict=True):
-            piece.put(stored[:size], full)
+            piece.write_into(stored[:size], full)
         return full
 
     def num_holders(self, name: str) -> Tensor:
@@ -100,7 +100,7 @@ class TensorParallelModel:
 
     def with_inner_sharding(self, inner: ShardedModel) -> ShardedModel:
         """Turn a sharded model of this rank's heads into a sharded model of the full spec."""
-        names = [name for name, pieces in self.pieces.items() if pieces[0].kept]
+        names = [name for name, pieces in self.pieces.items() if pieces[0].indices]
         slices = inner.shardings
 
         def fetch() -> None:

@@ -8,8 +8,9 @@ In reading order:
 - `published_models` names a few models of the literature, with the keys of their config.json.
 - `quantization_config` reads the number format of quantised weights, and which weights have it.
 - `weight_names` maps our tensors to names, shapes and slices in checkpoint files.
-- One file per architecture and its relatives (`llama`, `gpt`, ...): its config reader, and its `WeightNames` if
-  checkpoints can be loaded.
+- One file per architecture and its relatives: its config reader, and its `WeightNames` if checkpoints can be loaded.
+  Decoders: `gpt`, `llama`, `llama_relatives`, `gemma`, `bloom_falcon_mpt`, `deepseek`, `gpt_oss`. Encoders and
+  encoder-decoders: `bert`, `vision`, `bart`, `t5`.
 
 This package reads no weights; `headwise.hub` does that.
 """

@@ -244,14 +244,14 @@ def _find_family(config: TransformersConfig) -> ModelFamily:
     if model_type is None and by_class_name:
         return max(by_class_name, key=lambda f: len(f.class_prefix))
     if model_type is None and not classes:
-        known = ", ".join(sorted(FAMILIES))
-        config.fail("neither model_type nor architectures is present", f"add model_type, one of {known}")
+        families = ", ".join(sorted(FAMILIES))
+        config.fail("neither model_type nor architectures is present", f"add model_type, one of {families}")
     name = str(model_type if model_type is not None else classes[0])
     if name not in FAMILIES:
-        known = suggest(name.lower(), FAMILIES)
+        families = suggest(name.lower(), FAMILIES)
         own = next((key for key in REMOTE_CODE_KEYS if config.values.get(key)), "")
         run = f" and {own}, which would run code shipped with the model, is not followed" if own else ""
-        config.fail(f"{'architectures' if model_type is None else 'model_type'} {name!r} is not known{run}", known)
+        config.fail(f"{'architectures' if model_type is None else 'model_type'} {name!r} is not known{run}", families)
     return FAMILIES[name]
 
 

@@ -111,8 +111,8 @@ def _complete_sizes(layout: AxisLayout, sizes: Mapping[str, int], shape: tuple[i
     for axes, size in zip(layout.dims, shape, strict=True):
         names = [name for axis in axes for name in axis.split("|")]
         for name in [name for name in names if name not in complete]:
-            known = AxisLayout((tuple(other for other in axes if other != name),)).numel(complete)
-            complete[name] = size // known
+            num_others = AxisLayout((tuple(other for other in axes if other != name),)).numel(complete)
+            complete[name] = size // num_others
     return complete
 
 

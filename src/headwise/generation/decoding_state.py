@@ -140,10 +140,10 @@ def apply_repetition_penalty(logits: Tensor, history: TokenHistory, penalty: flo
     """
     if penalty == 1:
         return logits
-    seen = torch.zeros_like(logits, dtype=torch.bool)
+    in_text = torch.zeros_like(logits, dtype=torch.bool)
     rows = [row for row, ids in enumerate(history) for _ in ids]
-    seen[rows, [token_id for ids in history for token_id in ids]] = True
-    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+    in_text[rows, [token_id for ids in history for token_id in ids]] = True
+    return torch.where(in_text, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def filter_logits(logits: Tensor, config: DecodingConfig) -> Tensor:
@@ -325,32 +325,32 @@ def check_prompt_length(spec: ModelSpec, prompt_length: int, max_new_tokens: int
     Traceback (most recent call last):
     ValueError: 5 tokens and 6 new ones are 2 more than the 8 positions of gpt2 can take; ask for at most 4 new ...
     """
-    known = max_positions(spec.stacks[-1])
-    if known is None:
+    limit = max_positions(spec.stacks[-1])
+    if limit is None:
         return
-    where = f"the {known} positions of {spec.name}"
-    if window is not None and window > known:
-        raise ValueError(f"window={window} is more than {where}; give at most window={known}")
-    if prompt_length > known:
+    where = f"the {limit} positions of {spec.name}"
+    if window is not None and window > limit:
+        raise ValueError(f"window={window} is more than {where}; give at most window={limit}")
+    if prompt_length > limit:
         raise ValueError(
-            f"{prompt_length} tokens are {prompt_length - known} more than {where}; read the last with window={known}"
+            f"{prompt_length} tokens are {prompt_length - limit} more than {where}; read the last with window={limit}"
         )
-    beyond = prompt_length + max_new_tokens - 1 - known  # the last new token is never fed back
+    beyond = prompt_length + max_new_tokens - 1 - limit  # the last new token is never fed back
     if beyond > 0 and window is None:
         fact = f"{prompt_length} tokens and {max_new_tokens} new ones are {beyond} more than {where} can take"
         first = f"ask for at most {max_new_tokens - beyond} new ones"
-        raise ValueError(f"{fact}; {first}, or go on from the last tokens alone with window={max(1, known // 2)}")
+        raise ValueError(f"{fact}; {first}, or go on from the last tokens alone with window={max(1, limit // 2)}")
 
 
 def require_language_model(spec: ModelSpec) -> int:
     """Return the vocabulary size; raise if the model is not a language model."""
     embedding = spec.stacks[-1].embedding
-    known = embedding.tokens if embedding else 0
+    vocabulary = embedding.tokens if embedding else 0
     head = spec.heads[0] if spec.heads else None
-    if not known or head is None or head.at != "each" or head.outputs != known:
-        required = f"Head('tokens', {known})" if known else "one over tokens that it also reads"
+    if not vocabulary or head is None or head.at != "each" or head.outputs != vocabulary:
+        required = f"Head('tokens', {vocabulary})" if vocabulary else "one over tokens that it also reads"
         raise SpecError(f"{spec.name} does not predict the next token; its first head must be {required}")
-    return known
+    return vocabulary
 
 
 def _real_token_ids(prompt: Tensor, tokens: SequenceInfo | None) -> list[list[int]]:

@@ -109,25 +109,27 @@ def fill_masks(net: Transformer, texts: Sequence[str], *, top: int = 5) -> list[
 
     A mask is written as the tokenizer writes it, as in "The [MASK] sat."
     """
-    known, kind = require_language_model(net.spec), net.spec.kind
+    vocabulary, kind = require_language_model(net.spec), net.spec.kind
     if kind != "encoder":
         raise SpecError(f"{net.spec.name} is of kind {kind}, and masks are for encoders; call generate")
-    if not isinstance(top, int) or not 1 <= top <= known:
-        raise ValueError(f"cannot return top={top!r} of {known} tokens; give 1..{known}")
+    if not isinstance(top, int) or not 1 <= top <= vocabulary:
+        raise ValueError(f"cannot return top={top!r} of {vocabulary} tokens; give 1..{vocabulary}")
     words, _ = load_tokenizers(net)
     mask = find_mask_id(net, words)
     rows = [encode_masked_text(net, text, mask) for text in texts]
     ids, tokens = pad_left(rows, next(net.parameters()).device)
     with eval_mode(net):
         logits = net(ids, sequence=tokens)
-    found = zip(texts, ids, logits, strict=True)
-    return [_fill_text(words, text, words.token_text(mask), own[row == mask], top) for text, row, own in found]
+    texts_and_logits = zip(texts, ids, logits, strict=True)
+    return [
+        _fill_text(words, text, words.token_text(mask), own[row == mask], top) for text, row, own in texts_and_logits
+    ]
 
 
 def find_mask_id(net: Transformer, tokenizer: ModelTokenizer) -> int:
     """Return the id of the mask token: `usage.mask`, or the tokenizer's own."""
-    found = [net.usage.mask, *map(tokenizer.id, MASK_TOKENS)]
-    if (mask := next((one for one in found if one is not None), None)) is None:
+    candidates = [net.usage.mask, *map(tokenizer.id, MASK_TOKENS)]
+    if (mask := next((one for one in candidates if one is not None), None)) is None:
         raise SpecError(f"{net.spec.name} has no mask token; set net.usage = hw.ProcessorSpec(mask=103)")
     return mask
 

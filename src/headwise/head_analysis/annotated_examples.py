@@ -332,7 +332,7 @@ class ExampleReader:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was skipped or split, with counts."""
+        """Numbers of texts that were skipped or split."""
         return tuple(f"{reason}: {count}" for reason, count in self.skipped.items())
 
     def _tokenise(self, text: str, target: str) -> ModelInputs | None:

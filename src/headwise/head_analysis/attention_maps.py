@@ -82,13 +82,13 @@ class AttentionMaps:
         `heads` and `layers` are "mean", "max", "min" or "sum"; `of` is "weights" or "norms"; `kind` is "attention" or
         "cross".
         """
-        for name, value, known in (
+        for name, value, choices in (
             ("of", of, MAP_QUANTITIES),
             ("heads", heads, AGGREGATIONS),
             ("layers", layers, AGGREGATIONS),
         ):
-            if value not in known:
-                raise ValueError(f"unknown {name}={value!r}; {suggest(value, tuple(known))}")
+            if value not in choices:
+                raise ValueError(f"unknown {name}={value!r}; {suggest(value, tuple(choices))}")
         maps = self._stack_layers(stack, kind)
         per_layer = [AGGREGATIONS[heads](one.weights_HTS if of == "weights" else one.norms_HTS) for one in maps]
         return AGGREGATIONS[layers](torch.stack(per_layer))
@@ -123,11 +123,11 @@ class AttentionMaps:
         if stack and stack not in stacks:
             raise ValueError(f"there is no stack {stack!r}; {suggest(stack, stacks)}")
         chosen = stack or stacks[-1]
-        found = [maps for maps in self.layers.values() if (maps.stack, maps.kind) == (chosen, kind)]
-        if not found:
+        layers = [maps for maps in self.layers.values() if (maps.stack, maps.kind) == (chosen, kind)]
+        if not layers:
             kinds = list(dict.fromkeys(maps.kind for maps in self.layers.values() if maps.stack == chosen))
             raise ValueError(f"{chosen} has no {kind!r}; {suggest(kind, kinds)}")
-        return found
+        return layers
 
 
 class _MapHook:

@@ -74,18 +74,18 @@ class FirstTokenSums:
 
     def weights(self) -> list[FirstTokenWeight]:
         """The weight of every head that has rows, with p-values corrected for the number of heads (Holm)."""
-        found: list[FirstTokenWeight] = []
+        weights: list[FirstTokenWeight] = []
         for site, by_text in self.observed.items():
             observed, uniform = (_stack_texts(texts) for texts in (by_text, self.uniform[site]))
             value, chance = ratio_of_sums(*observed), ratio_of_sums(*uniform)
             p = excess_p_values(observed, uniform)
-            found += [
+            weights += [
                 FirstTokenWeight(site, head, float(value[head]), float(chance[head]), float(p[head]))
                 for head in range(len(value))
                 if not math.isnan(value[head])
             ]
-        corrected = holm_correction([weight.p for weight in found])
-        return [weight._replace(p=p) for weight, p in zip(found, corrected, strict=True)]
+        corrected = holm_correction([weight.p for weight in weights])
+        return [weight._replace(p=p) for weight, p in zip(weights, corrected, strict=True)]
 
 
 def _first_token_sums(band: WeightBand) -> Array:

@@ -55,13 +55,15 @@ def measure_head_circuits(model: nn.Module) -> tuple[HeadCircuit, ...]:
     >>> [(one.site, one.head, one.over) for one in measure_head_circuits(net)]
     [('decoder.0.attention', 0, 'tokens'), ('decoder.0.attention', 1, 'tokens')]
     """
-    found: list[HeadCircuit] = []
+    circuits_of_heads: list[HeadCircuit] = []
     for circuits in get_circuits(model).values():
         tables = _token_tables(model, circuits.site)
-        found += [_measure_head(circuits, head, tables) for head in range(len(circuits.spec.score_head_of_output))]
-    if not found:
+        circuits_of_heads += [
+            _measure_head(circuits, head, tables) for head in range(len(circuits.spec.score_head_of_output))
+        ]
+    if not circuits_of_heads:
         raise SpecError("the model has no attention whose weights can be read; see hw.sites(model)")
-    return tuple(found)
+    return tuple(circuits_of_heads)
 
 
 def _token_tables(model: nn.Module, site: str) -> TokenTables | None:

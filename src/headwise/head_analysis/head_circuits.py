@@ -200,9 +200,9 @@ def get_circuits(model: nn.Module) -> Mapping[str, AttentionCircuits]:
     >>> circuits.qk_circuit(1).left.shape, circuits.ov_circuit(0).product.shape
     (torch.Size([8, 4]), torch.Size([8, 8]))
     """
-    found = find_attention(model)
-    native = [module for module in found if isinstance(module.module, Attention)]
-    if len(native) < len(found) or not found:
+    site_modules = find_attention(model)
+    native = [module for module in site_modules if isinstance(module.module, Attention)]
+    if len(native) < len(site_modules) or not site_modules:
         native = find_attention(as_native_model(model))
     modules = {module.site.name: module.module for module in native}
     return {
@@ -252,7 +252,7 @@ def compare_circuits(model: nn.Module, circuit: str = "qk") -> CircuitSimilarity
 
 
 def _caveats(spec: AttentionSpec) -> Iterator[str]:
-    """What the layer does beside these maps."""
+    """Computations of the layer that these maps leave out."""
     for _, transform in spec.parts_of(QKTransform):
         if sides := [side for side in "qkv" if side in transform.transformed_sides(spec)]:
             yield f"{transform!r} changes {' and '.join(sides)} token by token"

@@ -411,7 +411,7 @@ def _label_heads(axes: Axes, table: HeadTable, embedding: PlaneEmbedding, theme:
 
     figure, sites = axes.figure, table.sites
     pixels_per_point = figure.dpi / 72
-    taken: list[Bbox] = [text.get_window_extent() for text in axes.texts]
+    occupied: list[Bbox] = [text.get_window_extent() for text in axes.texts]
     left_out = 0
     places = axes.transData.transform(embedding.points)
     for head, point, place in zip(table.heads, embedding.points.tolist(), places, strict=True):
@@ -422,8 +422,8 @@ def _label_heads(axes: Axes, table: HeadTable, embedding: PlaneEmbedding, theme:
             x, y = dx * (radius + half[0]), dy * (radius + half[1])
             ends = [[x - half[0], y - half[1]], [x + half[0], y + half[1]]]
             box = Bbox([[float(place[n] + pixels_per_point * end[n]) for n in range(2)] for end in ends])
-            if not any(box.overlaps(other) for other in taken):
-                taken.append(box)
+            if not any(box.overlaps(other) for other in occupied):
+                occupied.append(box)
                 colour = class_style(head.classes[0].name if head.classes else "unclear", theme)[1]
                 inside = text_colour_on(colour, 0.85, theme) if not (dx or dy) else theme.foreground
                 axes.annotate(

@@ -134,7 +134,7 @@ class ImportanceRun:
             yield ImportanceInput(index, forward, evaluation, self.objective)
 
     def notes(self, options: ImportanceOptions, num_heads: int) -> list[str]:
-        """What a reader of the result must know: low power, the time limit, and skipped texts or sites."""
+        """Limits of the result: low power, the time limit, and skipped texts or sites."""
         notes, num_units = [], len(self.sums_by_unit)
         smallest_p = min_p_value(num_units)
         corrected = self.method.significance_test == "signs" and options.correction != "none"

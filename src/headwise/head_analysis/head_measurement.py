@@ -122,7 +122,7 @@ def _to_numpy(sums_and_counts: tuple[torch.Tensor, torch.Tensor]) -> TextSums:
 
 
 class MeasureOptions(NamedTuple):
-    """What `measure_heads` measures: metric names, bootstrap resamples and their seed, and `units`, "tokens" or
+    """Options of `measure_heads`: metric names, bootstrap resamples and their seed, and `units`, "tokens" or
     "words"; and at which sites, by name (empty: all that can be observed).
     """
 

@@ -204,12 +204,12 @@ class RedundancyOptions(NamedTuple):
 
     def validate(self) -> RedundancyOptions:
         """Return the options; raise ValueError if one is invalid."""
-        for name, value, known in (
+        for name, value, choices in (
             ("smoothing", self.smoothing, SMOOTHING_METHODS),
             ("cka_estimator", self.cka_estimator, CKA_ESTIMATORS),
         ):
-            if value not in known:
-                raise ValueError(f"unknown {name}={value!r}; use {' or '.join(map(repr, known))}")
+            if value not in choices:
+                raise ValueError(f"unknown {name}={value!r}; use {' or '.join(map(repr, choices))}")
         for name, minimum in (("rows_per_text", 1), ("num_tokens", 4), ("num_permutations", 1), ("num_resamples", 1)):
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} must be >= {minimum}, got {getattr(self, name)}")

@@ -92,7 +92,7 @@ NamedFigure = tuple[str, Callable[[FigureTheme], "Figure"]]
 
 
 class ReportOptions(NamedTuple):
-    """What a report draws besides the table.
+    """Figures of a report besides the table.
 
     - `importance`, `redundancy`: results that get a figure.
     - `head_pair`: two heads, (site, number) each, for the overlay figure; by default these are the heads with the

@@ -406,8 +406,8 @@ def cut_clusters(merges: list[ClusterMerge], max_distance: float) -> tuple[int, 
     cluster_of = list(range(len(merges) + 1))
     for one, other, height in merges:
         if height < max_distance:
-            merged, kept = cluster_of[other], cluster_of[one]
-            cluster_of = [kept if cluster == merged else cluster for cluster in cluster_of]
+            merged, target = cluster_of[other], cluster_of[one]
+            cluster_of = [target if cluster == merged else cluster for cluster in cluster_of]
     numbers = {cluster: number for number, cluster in enumerate(dict.fromkeys(cluster_of))}
     return tuple(numbers[cluster] for cluster in cluster_of)
 

@@ -112,9 +112,9 @@ class HeadTable:
 
     def sorted_by(self, measure: str) -> tuple[HeadMeasures, ...]:
         """Return the heads by decreasing value of a measure; heads where it is NaN come last."""
-        known = self.heads[0].measures if self.heads else {}
-        if measure not in known:
-            raise ValueError(f"cannot sort by {measure!r}: it was not measured; use one of {', '.join(known)}")
+        measures = self.heads[0].measures if self.heads else {}
+        if measure not in measures:
+            raise ValueError(f"cannot sort by {measure!r}: it was not measured; use one of {', '.join(measures)}")
         return tuple(sorted(self.heads, key=lambda head: -_finite_or_last(head.measures[measure].value)))
 
     @property
@@ -150,7 +150,7 @@ EXAMPLE_NAMES = "L3H2 (or E3H2, D3H2, X3H2 for encoder, decoder and cross-attent
 
 
 class LayerName(Protocol):
-    """What names an attention layer: a site of a model or a layer of a trace."""
+    """Name of an attention layer: a site of a model or a layer of a trace."""
 
     @property
     def name(self) -> str: ...

@@ -131,10 +131,10 @@ def examples_from_images(model: nn.Module, path: str | Path, limit: int | None =
     num_patches = layout.rows * layout.columns
     sites = tuple(site for site, count in counts.items() if 0 <= count - num_patches <= MAX_OTHER_TOKENS)
     if not sites or len({counts[site] for site in sites}) > 1:
-        found = ", ".join(map(str, sorted(set(counts.values()))))
+        counted = ", ".join(map(str, sorted(set(counts.values()))))
         raise SpecError(
             f"no attention of {type(model).__name__} is over its {layout.rows} x {layout.columns} patches (tokens: "
-            f"{found}), as in models with windows; use hw.trace for their weights"
+            f"{counted}), as in models with windows; use hw.trace for their weights"
         )
     tokens = layout.annotate(counts[sites[0]] - num_patches)
     skipped = [site for site in counts if site not in sites]

@@ -223,9 +223,9 @@ class ImportanceOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("normalisation", NORMALISATIONS), ("correction", CORRECTION_METHODS)):
-            if (value := getattr(self, name)) not in known:
-                choices = [choice for choice in known if choice]
+        for name, allowed in (("normalisation", NORMALISATIONS), ("correction", CORRECTION_METHODS)):
+            if (value := getattr(self, name)) not in allowed:
+                choices = [choice for choice in allowed if choice]
                 raise ValueError(f"unknown {name}={value!r}; {suggest(str(value), choices)}")
         if self.max_seconds is not None and not self.max_seconds > 0:
             raise ValueError(f"max_seconds must be positive, got {self.max_seconds!r}; leave it out for no limit")

@@ -21,7 +21,7 @@ DIRECT_PLACEMENTS = ("pre", "parallel", "abreast")
 
 
 class LogitShare(NamedTuple):
-    """What one head adds directly to a logit, or to the difference of two."""
+    """The direct contribution of one head to a logit, or to the difference of two."""
 
     site: str
     head: int

@@ -84,7 +84,7 @@ def why_not(spec: AttentionSpec) -> str:
 
 
 class _LayerCall(NamedTuple):
-    """What a layer received and computed in a run of the model: tensors of the first row, and its positions."""
+    """Inputs and outputs of a layer in a run of the model: tensors of the first row, and its positions."""
 
     attention_input: Tensor
     output: Tensor
@@ -103,44 +103,44 @@ class _QueryCall(NamedTuple):
 
 def _find_layer(model: nn.Module, site: str) -> tuple[TransformerLayer, Attention, str]:
     """The layer of a site, its attention, and the role of the attention in the layer."""
-    for found in find_attention(model):
-        if found.site.name != site:
+    for site_module in find_attention(model):
+        if site_module.site.name != site:
             continue
-        path, _, role = found.site.path.rpartition(".")
+        path, _, role = site_module.site.path.rpartition(".")
         layer = model.get_submodule(path)
-        if not isinstance(layer, TransformerLayer) or not isinstance(found.module, Attention):
+        if not isinstance(layer, TransformerLayer) or not isinstance(site_module.module, Attention):
             break
-        if layer.attentions.get(role) is not found.module or layer.spec.form == "merged":
+        if layer.attentions.get(role) is not site_module.module or layer.spec.form == "merged":
             break
-        return layer, found.module, role
+        return layer, site_module.module, role
     raise ValueError(f"{site} is no attention of a layer with a residual stream, so its steps cannot be followed")
 
 
 def _run_model(run: Callable[[], object], layer: TransformerLayer, role: str) -> _LayerCall:
     """Run the model and keep what one layer receives and computes. Other threads may run the model meanwhile."""
-    seen: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     norms: dict[str, tuple[Tensor, Tensor]] = {}
 
     def on_layer(_: nn.Module, args: tuple[Any, ...]) -> None:
-        seen["layer_inputs"] = args[1]
+        recorded["layer_inputs"] = args[1]
 
     def on_attention(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        seen.update(input=args[0], output=output)
+        recorded.update(input=args[0], output=output)
 
     def on_norm(name: str, args: tuple[Any, ...], output: Tensor) -> None:
         norms[name] = (args[0], output)
 
     with torch.inference_mode(), _hooks(layer, role, on_layer, on_attention, on_norm):
         run()
-    if "input" not in seen:
+    if "input" not in recorded:
         raise ValueError(f"{layer.name}.{role} did not run on this text")
-    layer_inputs: LayerInputs = seen["layer_inputs"]
+    layer_inputs: LayerInputs = recorded["layer_inputs"]
     source, source_sequence = layer_inputs.source, layer_inputs.source_sequence
     if role == "attention":  # the tokens themselves are the source
-        source, source_sequence = seen["input"], layer_inputs.sequence
+        source, source_sequence = recorded["input"], layer_inputs.sequence
     if not isinstance(source, Tensor) or source_sequence is None:
         raise ValueError(f"the source of {layer.name}.{role} was projected before, so its states are unknown")
-    return _LayerCall(seen["input"], seen["output"], layer_inputs.sequence, source, source_sequence, norms)
+    return _LayerCall(recorded["input"], recorded["output"], layer_inputs.sequence, source, source_sequence, norms)
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def _hooks(layer: TransformerLayer, role: str, on_layer: Any, on_attention: Any,
     """Hooks on a layer, its attention and its norms that fire in this thread only, removed at the end."""
     thread = threading.get_ident()
 
-    def here(function: Any, *first: Any) -> Any:
+    def in_this_thread(function: Any, *first: Any) -> Any:
         def hook(_: nn.Module, *args: Any) -> None:
             if threading.get_ident() == thread:
                 function(*first, *args)
@@ -157,10 +157,10 @@ def _hooks(layer: TransformerLayer, role: str, on_layer: Any, on_attention: Any,
 
     attention = layer.attentions[role]
     handles = [
-        layer.register_forward_pre_hook(here(on_layer, layer)),
-        attention.register_forward_hook(here(on_attention, attention), with_kwargs=True),
+        layer.register_forward_pre_hook(in_this_thread(on_layer, layer)),
+        attention.register_forward_hook(in_this_thread(on_attention, attention), with_kwargs=True),
         *(
-            norm.register_forward_hook(here(on_norm, name))
+            norm.register_forward_hook(in_this_thread(on_norm, name))
             for name, norm in layer.named_children()
             if isinstance(norm, NormLayer)
         ),
@@ -200,10 +200,10 @@ def _take(sequence: SequenceInfo, queries: list[int]) -> SequenceInfo:
     return SequenceInfo(sequence.position[:, queries], sequence.segment[:, queries], checked=True)
 
 
-def _check_equal(found: Tensor, expected: Tensor) -> None:
+def _check_equal(actual: Tensor, expected: Tensor) -> None:
     """Refuse steps that do not lead to the output of the model."""
-    found, expected = found.float(), expected.float()
-    error = float((found - expected).abs().max())
+    actual, expected = actual.float(), expected.float()
+    error = float((actual - expected).abs().max())
     if not error <= TOLERANCE * max(float(expected.abs().max()), 1e-6):
         raise ValueError(f"the steps lead to another output than the model's (by {error:.2g}), so they are not shown")
 
@@ -368,7 +368,7 @@ class _Walk:
         yield from (self._change_step("score_step", *change) for change in changes)
 
     def _changes(self, side: str) -> list[tuple[str, Tensor, Tensor]]:
-        """What parts changed on one side, in order: name, before, after."""
+        """Tensors that parts changed on one side, in order: name, before, after."""
         return [(name, *pair) for (name, where), pair in self.own.changes.items() if where == side]
 
     def _change_step(self, step: str, name: str, before: Tensor, after: Tensor) -> HeadStep:

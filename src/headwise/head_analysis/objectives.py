@@ -72,10 +72,10 @@ def find_mask_id(model: nn.Module) -> int | None:
         if model.usage.mask is not None or model.usage.tokenizer is None:
             return model.usage.mask
         tokenizer = parse_tokenizer(model.usage.tokenizer)
-    elif (found := find_tokenizer(model)) is None:
+    elif (own_tokenizer := find_tokenizer(model)) is None:
         return None
     else:
-        tokenizer = found
+        tokenizer = own_tokenizer
     return next((mask_id for mask in MASK_TOKENS if (mask_id := tokenizer.token_to_id(mask)) is not None), None)
 
 
@@ -233,9 +233,9 @@ class OutputDrift(Objective):
     has_gradient = False
 
     def __post_init__(self) -> None:
-        for name, known in (("representation", ("pooled", "tokens")), ("metric", ("cosine", "l2"))):
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"unknown OutputDrift({name}={value!r}); {suggest(value, known)}")
+        for name, choices in (("representation", ("pooled", "tokens")), ("metric", ("cosine", "l2"))):
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"unknown OutputDrift({name}={value!r}); {suggest(value, choices)}")
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields

@@ -197,14 +197,17 @@ def _allocate(model_spec: ModelSpec, plan: CheckpointPlan, infos: Mapping[str, T
     }
 
 
-def _make_constants(model_spec: ModelSpec, given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _make_constants(model_spec: ModelSpec, constants: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers of attention layers that follow from their specs, unless given."""
     for layer_path, spec in model_spec.attention_specs():
         shapes = spec.shapes()
         for name, param in spec.params().items():
             if not param.trainable:
                 full_name, value = f"{layer_path}.{name}", param.init(shapes[name])
-                yield full_name, _check_constant(full_name, given[full_name], value) if full_name in given else value
+                yield (
+                    full_name,
+                    _check_constant(full_name, constants[full_name], value) if full_name in constants else value,
+                )
 
 
 def _check_constant(name: str, value: Any, like: Tensor) -> Tensor:

@@ -66,21 +66,22 @@ def read_pieces(path: Path, vocab_size: int) -> list[ScoredPiece]:
         data = path.read_bytes()
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}; give the tokenizer of the model") from None
-    found, at = list[ScoredPiece](), MAX_PIECE_LENGTH.size
-    while len(found) < vocab_size and at + PIECE_HEADER.size <= len(data):
+    scored_pieces, at = list[ScoredPiece](), MAX_PIECE_LENGTH.size
+    while len(scored_pieces) < vocab_size and at + PIECE_HEADER.size <= len(data):
         score, size = PIECE_HEADER.unpack_from(data, at)
         at += PIECE_HEADER.size
         text = data[at : at + size] if 0 <= size <= len(data) - at else None
         if text is None:
             break
-        found.append(ScoredPiece(_decode_piece(path, text, len(found)), score))
+        scored_pieces.append(ScoredPiece(_decode_piece(path, text, len(scored_pieces)), score))
         at += size
-    if len(found) < vocab_size or at != len(data):
-        more = "" if len(found) < vocab_size else ", and more follows"
+    if len(scored_pieces) < vocab_size or at != len(data):
+        more = "" if len(scored_pieces) < vocab_size else ", and more follows"
         raise SpecError(
-            f"{path} contains {len(found)} whole pieces{more}, but the model has {vocab_size}; give its own tokenizer"
+            f"{path} contains {len(scored_pieces)} whole pieces{more}, but the model has {vocab_size}; "
+            "give its own tokenizer"
         )
-    pieces = [ScoredPiece(name, 0.0) for name in SPECIAL_PIECES] + found[len(SPECIAL_PIECES) :]
+    pieces = [ScoredPiece(name, 0.0) for name in SPECIAL_PIECES] + scored_pieces[len(SPECIAL_PIECES) :]
     if len({piece.text for piece in pieces}) < vocab_size:
         raise SpecError(f"{path} contains a piece twice, so its id is ambiguous; give another tokenizer")
     return pieces
@@ -92,10 +93,10 @@ def find_merges(path: Path, pieces: Sequence[ScoredPiece]) -> list[tuple[str, st
     >>> find_merges(Path("-"), [ScoredPiece(text, -n) for n, text in enumerate(("b", "a", "ab", "aba", "ba"))])
     [('a', 'b'), ('a', 'ba'), ('ab', 'a'), ('b', 'a')]
     """
-    known = {piece.text for piece in pieces if not BYTE_PIECE.fullmatch(piece.text)} - set(SPECIAL_PIECES)
+    texts = {piece.text for piece in pieces if not BYTE_PIECE.fullmatch(piece.text)} - set(SPECIAL_PIECES)
     merges, by_score = list[tuple[str, str]](), dict[float, str]()
     for text, score in sorted(pieces, key=lambda piece: -piece.score):
-        pairs = [(text[:at], text[at:]) for at in range(1, len(text)) if {text, text[:at], text[at:]} <= known]
+        pairs = [(text[:at], text[at:]) for at in range(1, len(text)) if {text, text[:at], text[at:]} <= texts]
         if pairs and (first := by_score.setdefault(score, text)) != text:
             raise SpecError(
                 f"{path}: {first!r} and {text!r} both have the score {score}, so their order is ambiguous; "

@@ -134,9 +134,9 @@ def find_model_class(config: Any) -> Any:
     """The model class that a config names, else AutoModel."""
     import transformers
 
-    found = getattr(transformers, str((config.architectures or [""])[0]), None)
-    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-    return found if is_model else transformers.AutoModel
+    model_class = getattr(transformers, str((config.architectures or [""])[0]), None)
+    is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+    return model_class if is_model else transformers.AutoModel
 
 
 def check_config_values(keys: Mapping[str, Any]) -> None:

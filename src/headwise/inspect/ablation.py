@@ -103,7 +103,7 @@ class ConstantOutput(HeadPatch):
 
 @dataclass(frozen=True)
 class Resample(HeadPatch):
-    """The same head's output for another row of the batch: row `rows[n]` for row n, or rows sampled from `seed`.
+    """The head's output for another row of the batch: row `rows[n]` for row n, or rows sampled from `seed`.
 
     Sampled rows form one cycle, so that no row keeps its own output. Heads with the same seed use the same rows. The
     rows should have equal lengths: padding in the other row is copied too. In a vision model that attends within
@@ -235,10 +235,10 @@ def check_seed(seed: object) -> None:
 
 def check_shape(site: str, value: Tensor, output: Tensor) -> None:
     """Raise unless `value` [B or 1, T or 1, ...] has the rows and tokens of `output` [B, T, ...]."""
-    given, expected = list(value.shape[:2]), list(output.shape[:2])
-    if output.dim() != 3 or any(size not in (1, count) for size, count in zip(given, expected, strict=True)):
+    actual, expected = list(value.shape[:2]), list(output.shape[:2])
+    if output.dim() != 3 or any(size not in (1, count) for size, count in zip(actual, expected, strict=True)):
         raise ValueError(
-            f"{site} gets tokens [B, T] = {list(output.shape[:-1])}, but {given} were given; give the same shape"
+            f"{site} gets tokens [B, T] = {list(output.shape[:-1])}, but {actual} were given; give the same shape"
         )
 
 
@@ -458,9 +458,9 @@ def _make_patch(head: HeadRef, value: object) -> HeadPatch:
     if isinstance(value, HeadPatch):
         return value
     if not isinstance(value, Tensor) or value.dim() not in (1, 3) or not value.is_floating_point():
-        given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        description = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
-            f"{head} is given {given}; give a float tensor [head_dim] or [B, T, head_dim], or e.g. hw.Noise()"
+            f"{head} is given {description}; give a float tensor [head_dim] or [B, T, head_dim], or e.g. hw.Noise()"
         )
     if value.is_meta or not value.isfinite().all():
         raise ValueError(f"{head} is given values that are NaN or infinite; give finite values")

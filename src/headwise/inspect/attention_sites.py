@@ -348,23 +348,23 @@ def sites(model: nn.Module, example: Any = None, *, tokenizer: object = None) ->
             raise ValueError(f"{type(model).__name__} cannot be traced on an example: {reason}")
         inputs = prepare_inputs(model, example, 0, tokenizer)
         trace_example(model, inputs.args, inputs.kwargs)
-    found = [site_module.site for site_module in find_attention(model)]
-    return Sites(found, type(model).__name__, find_layers_without_attention(model, found))
+    site_list = [site_module.site for site_module in find_attention(model)]
+    return Sites(site_list, type(model).__name__, find_layers_without_attention(model, site_list))
 
 
 def find_attention(model: nn.Module) -> list[SiteModule]:
     """Find the attention layers of a model with their modules and adapters; each site gets a unique name."""
     check_is_module(model)
-    found: list[SiteModule] = []
+    site_modules: list[SiteModule] = []
     for adapter in ADAPTERS:
-        paths = [site_module.site.path for site_module in found]
-        found += [
+        paths = [site_module.site.path for site_module in site_modules]
+        site_modules += [
             site_module
             for site_module in adapter.find_sites(model)
             if not any(_contains(path, site_module.site.path) for path in paths)
         ]
-    paths = [site_module.site.path for site_module in found]
-    found += [
+    paths = [site_module.site.path for site_module in site_modules]
+    site_modules += [
         site_module
         for site_module in UnclearTraceAdapter().find_sites(model)
         if not any(is_within(site_module.site.path, path) for path in paths)
@@ -373,7 +373,7 @@ def find_attention(model: nn.Module) -> list[SiteModule]:
     config_specs = ConfigSpecs.from_model(model)
     placed = [
         site_module._replace(site=config_specs.with_stack(site_module.site))
-        for site_module in sorted(found, key=lambda site_module: order[site_module.site.path])
+        for site_module in sorted(site_modules, key=lambda site_module: order[site_module.site.path])
     ]
     renamed = _rename_duplicates(split_shared_modules(model, placed))
     return list(

@@ -120,9 +120,9 @@ def _has_mask(batch: Any) -> bool:
     return not isinstance(batch[1], Tensor) or batch[1].dtype == torch.bool
 
 
-def _read_masks(given: object, stacks: set[str]) -> TokenMasks:
+def _read_masks(token_masks: object, stacks: set[str]) -> TokenMasks:
     """Masks given by the caller: one for all stacks, or a mapping by stack."""
-    masks = given if isinstance(given, Mapping) else dict.fromkeys(stacks, given)
+    masks = token_masks if isinstance(token_masks, Mapping) else dict.fromkeys(stacks, token_masks)
     for stack, mask in masks.items():
         if stack not in stacks:
             raise ValueError(f"the model has no stack {stack!r}; {suggest(str(stack), stacks)}")
@@ -136,8 +136,8 @@ def _read_masks(given: object, stacks: set[str]) -> TokenMasks:
 def _padding_masks(inputs: ModelInputs, stacks: set[str]) -> TokenMasks:
     """Padding masks from the batch itself; raises if it is unclear to which stack a mask belongs."""
     named = next((value for value in inputs.args[:1] if isinstance(value, Mapping)), inputs.kwargs)
-    given = named.get("attention_mask", named.get("sequence"))
-    mask = given.is_real if isinstance(given, SequenceInfo) else given
+    padding = named.get("attention_mask", named.get("sequence"))
+    mask = padding.is_real if isinstance(padding, SequenceInfo) else padding
     if not isinstance(mask, Tensor) or bool((mask == 1).all()):
         return {}
     if mask.dim() != 2 or len(stacks) > 1:

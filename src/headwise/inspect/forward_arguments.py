@@ -71,13 +71,13 @@ def takes_mapping(model: nn.Module) -> bool:
     return any(word in annotation.lower() for word in ("dict", "mapping"))
 
 
-def to_named_tensors(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
+def to_named_tensors(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a model by name, from its own names or from the output of a tokenizer.
 
     Lists and arrays of numbers become tensors. Names of tokenizers, such as `input_ids`, become the names of the model
     where these differ; an attention mask becomes the `sequence` of a headwise model.
     """
-    names = {name: _to_tensor(name, value) for name, value in given.items()}
+    names = {name: _to_tensor(name, value) for name, value in inputs.items()}
     if isinstance(model, Transformer):
         return _rename_for_headwise(model, names)
     arguments, ids = list_arguments(model), find_ids_argument(model)

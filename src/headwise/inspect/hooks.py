@@ -33,7 +33,7 @@ from .site import Site
 
 
 class HeadValues(NamedTuple):
-    """What an output head reads: the score head whose weights it uses, and its values."""
+    """Inputs of an output head: the score head whose weights it uses, and its values."""
 
     score_head: int
     v_BSV: Tensor
@@ -304,7 +304,7 @@ class SiteAdapter(ABC):
         """Patches that must be active for hooks on these modules to run."""
 
     def visible_tensors(self, module: nn.Module) -> str:
-        """What hooks can observe at a module: "scores" (their inputs: queries, keys, masks), or only the "weights"."""
+        """The tensors that hooks can observe at a module: "scores" (and queries, keys, masks), or only "weights"."""
         return "weights"
 
 

@@ -26,7 +26,7 @@ BYTE_TOKENIZER = "bytes"
 TOKENIZER_KINDS = "a tokenizer of transformers or tokenizers, a tokenizer.json or its folder, or 'bytes'"
 TOKENIZER_REMEDY = "give tokenizer=, one of transformers or the folder of one"
 
-_given: ContextVar[tuple[nn.Module, Tokenizer] | None] = ContextVar("given_tokenizer", default=None)
+_current_tokenizer: ContextVar[tuple[nn.Module, Tokenizer] | None] = ContextVar("given_tokenizer", default=None)
 
 
 def find_model_folder(model: nn.Module) -> Path | None:
@@ -61,9 +61,9 @@ def find_tokenizer(model: nn.Module) -> Tokenizer | None:
     It is the tokenizer given by `use_tokenizer`, else the attribute `tokenizer` of the model, else the tokenizer.json
     in the folder of its weights.
     """
-    given = _given.get()
-    if given is not None and given[0] is model:
-        return given[1]
+    current = _current_tokenizer.get()
+    if current is not None and current[0] is model:
+        return current[1]
     if (own := _find_fast_tokenizer(getattr(model, "tokenizer", None))) is not None:
         return _without_limits(own)
     folder = find_model_folder(model)
@@ -161,8 +161,8 @@ def use_tokenizer(model: nn.Module, tokenizer: object = None) -> Iterator[nn.Mod
         view.usage = replace_tokenizer(model.spec, model.usage, fast)
         yield view
         return
-    token = _given.set((model, fast))
+    token = _current_tokenizer.set((model, fast))
     try:
         yield model
     finally:
-        _given.reset(token)
+        _current_tokenizer.reset(token)

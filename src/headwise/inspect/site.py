@@ -58,7 +58,7 @@ class Site:
 
     @property
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """Plain values, for JSON."""
         fields = {name: value for name, value in asdict(self).items() if name not in (*ABILITIES, "spec")}
         abilities = {name: getattr(self, name)._asdict() for name in ABILITIES}
         return {**fields, "spec": None if self.spec is None else str(self.spec), **abilities}
@@ -95,7 +95,7 @@ class Sites(list[Site]):
 
     @property
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """Plain values, for JSON."""
         return {"model": self.model, "sites": [site.to_dict for site in self], "notes": self.notes}
 
     def __str__(self) -> str:

@@ -26,7 +26,7 @@ EXTRA_TENSORS = ("v", "z")
 
 @dataclass(frozen=True)
 class Capture:
-    """What to record of a run besides queries and keys.
+    """Tensors to record of a run besides queries and keys.
 
     `extra` may contain "v" (values) and "z" (head outputs). `sites` are site names or layer numbers (default: all).
     `budget` is the maximum number of bytes recorded. precision="own" keeps the model's precision (float32 for
@@ -90,8 +90,8 @@ class CaptureBuffer:
 
     def add_mask(self, tensor: Tensor) -> int:
         """Store a mask or bias and return its index; a mask that several layers share is stored once."""
-        for seen, number in self._masks_seen:
-            if seen is tensor:
+        for stored, number in self._masks_seen:
+            if stored is tensor:
                 return number
         mask_4d = tensor.detach()[(None,) * (4 - tensor.dim())]  # add missing batch and head axes
         grid = PackedMask.pack((mask_4d if mask_4d.dtype == torch.bool else mask_4d.float()).cpu().numpy())

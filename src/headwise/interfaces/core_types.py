@@ -193,8 +193,8 @@ class SymmetryGroup(NamedTuple):
 
     def __and__(self, other: SymmetryGroup) -> SymmetryGroup:
         own_planes = [plane for plane in self.planes if other._contains(plane)]
-        known = list(map(set, own_planes))
-        other_planes = [plane for plane in other.planes if self._contains(plane) and set(plane) not in known]
+        planes = list(map(set, own_planes))
+        other_planes = [plane for plane in other.planes if self._contains(plane) and set(plane) not in planes]
         blocks = [tuple(sorted(set(a) & set(b))) for a in self.blocks for b in other.blocks]
         return SymmetryGroup((*own_planes, *other_planes), tuple(block for block in blocks if block))
 

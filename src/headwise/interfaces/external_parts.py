@@ -57,12 +57,12 @@ def _new_classes(before: set[str]) -> list[type]:
 def _is_imported(path: Path) -> bool:
     """Whether this file is a module already. Raises if its name is that of another module, which it would hide."""
     try:
-        known = sys.modules.get(path.stem) or importlib.util.find_spec(path.stem)
+        module = sys.modules.get(path.stem) or importlib.util.find_spec(path.stem)
     except (ImportError, ValueError):
-        known = None
-    if known is None:
+        module = None
+    if module is None:
         return False
-    origin = getattr(known, "__file__", None) or getattr(known, "origin", None) or "built in"
+    origin = getattr(module, "__file__", None) or getattr(module, "origin", None) or "built in"
     if Path(origin).resolve() != path:
         raise SpecError(f"cannot import {path.name}: there is another module {path.stem} ({origin}); rename the file")
     return path.stem in sys.modules

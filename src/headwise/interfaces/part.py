@@ -46,10 +46,10 @@ def part(cls: type[C]) -> type[C]:
     It is for parts, and for the small values that parts have as fields.
     """
     frozen = dataclass(frozen=True, repr=False)(cls)
-    known = REGISTRY.get(cls.__name__)
-    if known is not None and known.__module__ != cls.__module__:
+    registered = REGISTRY.get(cls.__name__)
+    if registered is not None and registered.__module__ != cls.__module__:
         raise SpecError(
-            f"cannot register {cls.__name__} of {cls.__module__}: {known.__module__} has that name too; rename one"
+            f"cannot register {cls.__name__} of {cls.__module__}: {registered.__module__} has that name too; rename one"
         )
     REGISTRY[cls.__name__] = frozen
     return frozen
@@ -73,11 +73,11 @@ def find_class(name: str) -> type:
 
 def load_entry_point(name: str) -> None:
     """Import the module that an installed package declares for this part in the group `headwise.parts`, if any does."""
-    found = [*entry_points(group=ENTRY_POINT_GROUP, name=name)]
-    places = sorted({entry.value for entry in found})
+    entries = [*entry_points(group=ENTRY_POINT_GROUP, name=name)]
+    places = sorted({entry.value for entry in entries})
     if len(places) > 1:
         raise SpecError(f"several packages declare the part {name}: {', '.join(places)}; uninstall all but one")
-    for entry in found:
+    for entry in entries:
         package = entry.dist.name if entry.dist else entry.module
         fact = f"the package {package} declares the part {name} as {entry.value}"
         try:
@@ -103,9 +103,9 @@ class CheckedDataclass:
     """
 
     def __post_init__(self) -> None:
-        known = _field_types(type(self))
+        field_types = _field_types(type(self))
         for field in fields(self):
-            value, kinds = getattr(self, field.name), known[field.name]
+            value, kinds = getattr(self, field.name), field_types[field.name]
             if isinstance(value, float) and not math.isfinite(value):
                 raise SpecError(f"{type(self).__name__}({field.name}={value!r}) is not finite; give a finite number")
             wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
@@ -122,9 +122,9 @@ class CheckedDataclass:
         for name, (low, high) in ranges.items():
             if not low <= (value := getattr(self, name)) <= high:
                 raise SpecError(f"{class_name}({name}={value!r}) is out of range; give {low:g} to {high:g}")
-        for name, known in choices.items():
-            if (value := getattr(self, name)) not in known:
-                raise SpecError(f"{class_name}({name}={value!r}) is unknown; {suggest(value, known)}")
+        for name, allowed in choices.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise SpecError(f"{class_name}({name}={value!r}) is unknown; {suggest(value, allowed)}")
 
     def __repr__(self) -> str:
         defaults = field_defaults(type(self))

@@ -135,7 +135,7 @@ class Normaliser(RecurrentPart):
     def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor: ...
 
     def divisor(self, total: Tensor) -> Tensor:
-        """What proportional weights are divided by, given the sum of the scores of a row; never zero."""
+        """The divisor of proportional weights, given the sum of the scores of a row; never zero."""
         return total.masked_fill(total == 0, 1.0)
 
     def always_sums_to_one(self) -> bool:

@@ -89,20 +89,20 @@ def find_entries(name: str) -> list[Entry]:
     ['004-1b']
     """
     entries = load_entries()
-    wanted = name.strip()
+    target = name.strip()
     chosen = [
         entry
         for entry in entries
-        if wanted in (entry.document, entry.id, entry.topic)
-        or wanted.upper() in entry.rows
-        or entry.id.startswith((f"{wanted}.", f"{wanted}-"))
-        or (wanted == "errata" and any(row.startswith("C") for row in entry.rows))
+        if target in (entry.document, entry.id, entry.topic)
+        or target.upper() in entry.rows
+        or entry.id.startswith((f"{target}.", f"{target}-"))
+        or (target == "errata" and any(row.startswith("C") for row in entry.rows))
     ]
     if chosen:
         return chosen
     names = [*MODULES, "errata", *dict.fromkeys(entry.topic for entry in entries), *(entry.id for entry in entries)]
     names += [row for entry in entries for row in entry.rows]
-    hint = suggest(wanted, names)
+    hint = suggest(target, names)
     if not hint.startswith("did you mean"):
         hint = "headwise learn --list names all entries and topics"
     raise UnknownTopic(f"there is no document, topic or entry {name!r}; {hint}")

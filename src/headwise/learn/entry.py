@@ -11,7 +11,7 @@ Number = float | int | str
 
 
 class Verdict(StrEnum):
-    """What a run shows about a statement."""
+    """The result of a run for a statement."""
 
     HOLDS = "holds"
     HOLDS_IF = "holds if"
@@ -20,7 +20,7 @@ class Verdict(StrEnum):
 
 
 class Kind(StrEnum):
-    """What an entry is in its document."""
+    """The kind of an entry in its document."""
 
     FORMULA = "formula"
     TABLE = "table"

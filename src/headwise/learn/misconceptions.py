@@ -75,8 +75,8 @@ def unseen_angles(*, trained: int = 64, model: int = 64) -> Outcome:
     """Pairs of a sinusoid whose angle beyond the trained length was never seen: those with a longer period."""
     periods = 2 * math.pi * 10000 ** (torch.arange(0, model, 2, dtype=torch.float64) / model)
     table = sinusoidal_table(torch.arange(2 * trained), model)
-    seen, beyond = table[:trained], table[trained:]
-    nearest = torch.cdist(beyond, seen).amin(-1)
+    trained_rows, beyond = table[:trained], table[trained:]
+    nearest = torch.cdist(beyond, trained_rows).amin(-1)
     spacing = float((table[1] - table[0]).norm())
     unseen = int((periods > trained).sum())
     return judge(unseen == 0, unseen=unseen, pairs=model // 2, distance=float(nearest[-1]), spacing=spacing)
@@ -153,7 +153,7 @@ def one_changed_bit(*, normalised: bool = True) -> Outcome:
 
 
 def weighted_mean(*, normaliser: str = "Softmax") -> Outcome:
-    """Same values, another query: change of the weights, and whether outputs lie inside the range of the values.
+    """Two queries over equal values: change of the weights, and whether outputs lie inside the range of the values.
 
     With normaliser "Sigmoid" the weights do not sum to 1, and outputs can leave the range.
     """

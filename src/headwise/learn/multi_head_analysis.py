@@ -190,9 +190,9 @@ def left_or_right(*, alternate: bool = True) -> Outcome:
     return judge((either >= 0.9) == (fixed >= 0.9), either=either, fixed=fixed)
 
 
-def heads_that_remain(*, kept: int = 17, heads: int = 48) -> Outcome:
+def heads_that_remain(*, remaining: int = 17, heads: int = 48) -> Outcome:
     """Share of the heads that remain, and that are pruned."""
-    return judge(abs(kept / heads - 2 / 3) < 0.05, share=kept / heads, pruned=1 - kept / heads)
+    return judge(abs(remaining / heads - 2 / 3) < 0.05, share=remaining / heads, pruned=1 - remaining / heads)
 
 
 def gate_and_prune(*, gate: float = 0.0) -> Outcome:

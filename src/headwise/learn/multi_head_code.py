@@ -68,15 +68,15 @@ def harvard_listing(*, heads: int = 3, ours: int = 3) -> Outcome:
 
 def shapes_of_the_steps(*, heads: int = 8) -> Outcome:
     """The shapes of the eight steps as the document numbers them, against those that hw.walk finds in a real layer."""
-    seen = [step.shape for step in walk(design(model=512, heads=heads), batch=5, tokens=10).steps]
+    shapes = [step.shape for step in walk(design(model=512, heads=heads), batch=5, tokens=10).steps]
     claimed: list[Shape] = [(5, 10, 512), (5, 10, 8, 64), (5, 8, 10, 64), (5, 8, 10, 10), (5, 10, 8, 64), (5, 10, 512)]
-    found, place = 0, 0
+    num_matched, place = 0, 0
     for shape in claimed:
-        later = [number for number in range(place, len(seen)) if seen[number] == shape]
+        later = [number for number in range(place, len(shapes)) if shapes[number] == shape]
         if later:
-            found, place = found + 1, later[0] + 1
-    numbers = {"found": found, "claimed": len(claimed), "operations": len(seen)}
-    outcome = judge(found == len(claimed), **numbers)
+            num_matched, place = num_matched + 1, later[0] + 1
+    numbers = {"found": num_matched, "claimed": len(claimed), "operations": len(shapes)}
+    outcome = judge(num_matched == len(claimed), **numbers)
     return Outcome(outcome.verdict, outcome.numbers, _walk_figure())
 
 

@@ -50,8 +50,8 @@ def diluted_weight(*, gap: float = 3.0, grow: bool = False) -> Outcome:
         scores[0] = gap * (math.log(tokens) / math.log(8) if grow else 1.0)
         numbers[f"softmax_{tokens}"] = float(scores.softmax(0)[0])
         numbers[f"entmax_{tokens}"] = float(_entmax(scores)[0])
-    kept = {name: numbers[f"{name}_4096"] / numbers[f"{name}_8"] for name in ("softmax", "entmax")}
-    return judge_condition(kept["softmax"] < 0.1, kept["entmax"] < 0.1, **numbers)
+    ratios = {name: numbers[f"{name}_4096"] / numbers[f"{name}_8"] for name in ("softmax", "entmax")}
+    return judge_condition(ratios["softmax"] < 0.1, ratios["entmax"] < 0.1, **numbers)
 
 
 def _entmax(scores: Tensor) -> Tensor:

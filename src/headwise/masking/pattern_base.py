@@ -29,7 +29,7 @@ FULL, PART, NONE = "█", "▒", "·"
 ASCII = str.maketrans({FULL: "#", PART: "+", NONE: "."})
 
 
-def parse_calls(text: str, known: Mapping[str, Any]) -> Any:
+def parse_calls(text: str, functions: Mapping[str, Any]) -> Any:
     """Evaluate a text of known calls with literal arguments, `&` (which binds tighter) and `|`.
 
     >>> parse_calls("pair(0, right=3) | none", {"pair": lambda left, right: {left, right}, "none": lambda: set()})
@@ -38,32 +38,32 @@ def parse_calls(text: str, known: Mapping[str, Any]) -> Any:
     # `global` is a Python keyword, so it is replaced by a valid name; all names are converted to lower case later.
     source = re.sub(r"\bglobal\b", "Global", " ".join(text.split()))
     try:
-        return _build(ast.parse(source, mode="eval").body, known)
+        return _build(ast.parse(source, mode="eval").body, functions)
     except SyntaxError as error:
         raise SpecError(f"not a pattern: {text!r}; write it like 'window(256) | first(4)'") from error
     except (RecursionError, MemoryError) as error:
         raise SpecError(f"pattern is nested too deeply: {text[:40]!r}...; build it in Python") from error
 
 
-def _build(node: ast.expr, known: Mapping[str, Any]) -> Any:
+def _build(node: ast.expr, functions: Mapping[str, Any]) -> Any:
     match node:
         case ast.BinOp(left, ast.BitAnd(), right):
-            return _build(left, known) & _build(right, known)
+            return _build(left, functions) & _build(right, functions)
         case ast.BinOp(left, ast.BitOr(), right):
-            return _build(left, known) | _build(right, known)
+            return _build(left, functions) | _build(right, functions)
         case ast.Call(ast.Name(name), args, keywords):
-            return _build_call(name.lower(), args, keywords, known)
+            return _build_call(name.lower(), args, keywords, functions)
         case ast.Name(name):
-            return _build_call(name.lower(), [], [], known)
+            return _build_call(name.lower(), [], [], functions)
         case _:
             problem = f"a pattern consists of calls, & and |; got {ast.unparse(node)!r}"
-            raise SpecError(f"{problem}; use one of {', '.join(sorted(known))}")
+            raise SpecError(f"{problem}; use one of {', '.join(sorted(functions))}")
 
 
-def _build_call(name: str, args: list[ast.expr], keywords: list[ast.keyword], known: Mapping[str, Any]) -> Any:
-    if name not in known:
-        raise SpecError(f"unknown pattern {name!r}; {suggest(name, known)}")
-    signature = inspect.signature(known[name])
+def _build_call(name: str, args: list[ast.expr], keywords: list[ast.keyword], functions: Mapping[str, Any]) -> Any:
+    if name not in functions:
+        raise SpecError(f"unknown pattern {name!r}; {suggest(name, functions)}")
+    signature = inspect.signature(functions[name])
     try:
         named = {keyword.arg or "**": _literal(keyword.value) for keyword in keywords}
         if len(named) < len(keywords):  # ast.parse accepts repeated keywords
@@ -75,7 +75,7 @@ def _build_call(name: str, args: list[ast.expr], keywords: list[ast.keyword], kn
             return_annotation=signature.empty,
         )
         raise SpecError(f"{name} cannot take its arguments: {error}; write {name}{usage}") from error
-    return known[name](*bound.args, **bound.kwargs)
+    return functions[name](*bound.args, **bound.kwargs)
 
 
 @runtime_checkable
@@ -334,8 +334,8 @@ def longest_prefix(*prefixes: int | None) -> int | None:
     >>> longest_prefix(0, 3), longest_prefix(3, None)
     (3, None)
     """
-    known = [prefix for prefix in prefixes if prefix is not None]
-    return max(known) if len(known) == len(prefixes) else None
+    lengths = [prefix for prefix in prefixes if prefix is not None]
+    return max(lengths) if len(lengths) == len(prefixes) else None
 
 
 def check_whole_number(name: str, value: object, low: int) -> int:

@@ -136,7 +136,7 @@ class BigBird(LineCountedPattern):
     globals: int = 2
     random: int = 3
     seed: int = 0
-    drawn: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    sampled_blocks: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, low in {"length": 1, "block": 1, "window": 1, "globals": 0, "random": 0, "seed": 0}.items():
@@ -149,7 +149,7 @@ class BigBird(LineCountedPattern):
             raise SpecError(f"{problem}; got length={self.length}, block={self.block}; use a larger block")
         rows = list(self._sample_rows())
         # One column per sample; the final -1, which is not a block, is for all rows beyond `length`.
-        object.__setattr__(self, "drawn", tuple((*column, -1) for column in zip(*rows, strict=True)))
+        object.__setattr__(self, "sampled_blocks", tuple((*column, -1) for column in zip(*rows, strict=True)))
 
     @property
     def _num_rows(self) -> int:
@@ -171,12 +171,12 @@ class BigBird(LineCountedPattern):
     def allows(self, i: Any, j: Any) -> Any:
         r, c = i // self.block, j // self.block
         in_window = (c >= r - self.window // 2) & (c <= r + self.window // 2)
-        sampled = [c == lookup_clamped(column, r) for column in self.drawn]
+        sampled = [c == lookup_clamped(column, r) for column in self.sampled_blocks]
         return any_true(in_window, c < self.globals, r < self.globals, *sampled)
 
     @property
     def retention(self) -> KeyRetention:
-        past = [c for column in self.drawn for r, c in enumerate(column) if c < r]
+        past = [c for column in self.sampled_blocks for r, c in enumerate(column) if c < r]
         first = max([self.globals - 1, *past]) + 1
         return KeyRetention(first * self.block, (self.window // 2 + 1) * self.block)
 
@@ -189,7 +189,7 @@ class BigBird(LineCountedPattern):
         if r < self.globals:
             return [keys]
         window = range(r - self.window // 2, r + self.window // 2 + 1)
-        blocks = {*range(self.globals), *window, *(lookup_clamped(column, r) for column in self.drawn)}
+        blocks = {*range(self.globals), *window, *(lookup_clamped(column, r) for column in self.sampled_blocks)}
         return [intersect(keys, range(c * self.block, (c + 1) * self.block)) for c in sorted(blocks) if c >= 0]
 
     def lines(self, queries: range, keys: range) -> BoundaryLines:

@@ -86,10 +86,10 @@ class ProcessorSpec:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ProcessorSpec:
         """Return the spec that `to_dict` describes."""
-        known = [f.name for f in fields(ProcessorSpec) if f.name not in TOKENIZER_FIELDS]
+        field_names = [f.name for f in fields(ProcessorSpec) if f.name not in TOKENIZER_FIELDS]
         for name in values:
-            if name not in known:
-                raise SpecError(f"usage has no {name!r}; {suggest(name, known)}")
+            if name not in field_names:
+                raise SpecError(f"usage has no {name!r}; {suggest(name, field_names)}")
         lists = {name: cast("list[Any]", value) for name, value in values.items() if isinstance(value, list)}
         arguments: dict[str, Any] = {**values, **{name: tuple(value) for name, value in lists.items()}}
         return ProcessorSpec(**arguments)
@@ -153,10 +153,10 @@ class SpecNode(CheckedDataclass):
                 raise SpecError(f"{name}({field_.name}={value!r}) is too small; give {field_.name}={least} or more")
             if isinstance(value, float) and not value > 0:
                 raise SpecError(f"{name}({field_.name}={value!r}) is not positive; leave it out or give more than 0")
-        for key, known in self.choices.items():
-            if getattr(self, key) not in known:
+        for key, allowed in self.choices.items():
+            if getattr(self, key) not in allowed:
                 choice = getattr(self, key)
-                suggestion = suggest(choice, [word for word in known if word])
+                suggestion = suggest(choice, [word for word in allowed if word])
                 raise SpecError(f"{name}({key}={choice!r}) is unknown; {suggestion}")
 
 

@@ -126,7 +126,7 @@ def is_linear(weight: WeightSpec) -> bool:
 def _begins_with(name: str, pattern: str) -> bool:
     words, pattern_words = name.split("."), pattern.split(".")
     return len(words) >= len(pattern_words) and all(
-        wanted in ("*", word) for wanted, word in zip(pattern_words, words, strict=False)
+        pattern_word in ("*", word) for pattern_word, word in zip(pattern_words, words, strict=False)
     )
 
 

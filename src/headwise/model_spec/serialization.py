@@ -109,9 +109,9 @@ def _read_node(where: str, table: dict[str, Any], kinds: list[type], defaults: S
     table = {OLD_FIELD_NAMES.get(name, name): value for name, value in table.items()}
     fitting = [kind for kind in kinds if set(table) <= {f.name for f in fields(kind)}]
     if not fitting:
-        known = {f.name for kind in kinds for f in fields(kind)}
-        wrong = next((name for name in table if name not in known), next(iter(table)))
-        raise SpecError(f"{where} has no {wrong!r}; {suggest(wrong, known)}")
+        field_names = {f.name for kind in kinds for f in fields(kind)}
+        wrong = next((name for name in table if name not in field_names), next(iter(table)))
+        raise SpecError(f"{where} has no {wrong!r}; {suggest(wrong, field_names)}")
     if fitting[0] is AttentionSpec:
         return serialization.from_dict(table, defaults)
     hints = get_type_hints(fitting[0])

@@ -179,7 +179,7 @@ class Transformer(nn.Module):
 
     @property
     def checkpointing(self) -> str:
-        """What the backward pass recomputes instead of storing it: "none", or the inside of every "block"."""
+        """The part that the backward pass recomputes instead of storing it: "none", or the inside of every "block"."""
         return self._checkpointing
 
     @checkpointing.setter
@@ -329,5 +329,7 @@ def resolve_sequence(h: Tensor, sequence: SequenceInfo | None, cache: ModelCache
 
 def _check_names(kind: str, names: list[str], reserved: list[str]) -> None:
     """Refuse names that are attributes of every module."""
-    if taken := [name for name in names if name in reserved]:
-        raise SpecError(f"a {kind} cannot be called {taken[0]!r}: every model has this attribute; choose another name")
+    if conflicts := [name for name in names if name in reserved]:
+        raise SpecError(
+            f"a {kind} cannot be called {conflicts[0]!r}: every model has this attribute; choose another name"
+        )

@@ -1,13 +1,17 @@
 """Attention layers as torch modules.
 
-`attention` is the layer: it owns the parameters of a spec and calls its parts in order. `part_weights` holds the
-tensors of one part, `call_validation` checks the arguments of a call, `parallel_context` is the hook for tensor and
-context parallelism. `longformer_attention` and `merged_attention` combine several layers; `position_embeddings` are
-added to the input; `tensor_attention` is attention over tensors in hand, and `multihead_attention` holds layers that
-are called as torch's and other well-known ones. `depth_init` is depth-aware initialisation, `feature_redrawing` samples
-random features again; `head_axis_ops` removes, shares and splits heads along named axes. `reference` is the slow
-float64 definition that every backend is tested against; `op_trace` records every tensor operation,
-and `attention_steps` numbers the steps of attention in it.
+In reading order:
+
+- `attention`: the layer; it owns the parameters of a spec and runs the steps of attention in order.
+- `attention_call`: checks, completes and plans one call, and asks `backends` which one runs; `call_validation`.
+- `bound_parts`: the parts of a layer with their weights; `part_weights`: the tensors of one part.
+- `parallel_context`: the hook for tensor and context parallelism.
+- `longformer_attention`, `merged_attention`: layers that combine several; `multihead_attention`: layers that are called
+  as torch's and other well-known ones; `tensor_attention`: attention over tensors in hand.
+- `position_embeddings`: added to the input; `depth_init`: depth-aware initialisation; `feature_redrawing`: random
+  features, sampled again; `head_axis_ops`: removes, shares and splits heads along named axes.
+- `reference`: the slow float64 definition that every backend is tested against.
+- `op_trace`: records every tensor operation; `attention_steps`: numbers the steps of attention in it.
 """
 
 from . import head_axis_ops, position_embeddings, reference

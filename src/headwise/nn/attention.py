@@ -125,7 +125,7 @@ class Attention(HasParallelContext, nn.Module):
         return probe("heads", parts.finish_outputs(o_BTOV, x_BTD, gates)), gates
 
     def extend_kv(self, kv_entry: KVEntry, call: AttentionCall) -> tuple[KVEntry, SequenceInfo]:
-        """What the queries attend to and its positions: the new tokens, those of other ranks, and the cached ones."""
+        """The kv entries that queries attend to, with positions: of new tokens, of other ranks, and from the cache."""
         kv_entry, sequence = self.parallel.gather_tokens(kv_entry, call.sequence)
         if call.cache is None:
             return kv_entry, sequence
@@ -191,7 +191,7 @@ class Attention(HasParallelContext, nn.Module):
 
     @property
     def core_steps(self) -> CoreSteps:
-        """What a backend runs between queries, keys and values and the head outputs."""
+        """The steps that a backend runs between queries, keys and values and the head outputs."""
         return self.parts.core_steps
 
     @property

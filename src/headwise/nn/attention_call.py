@@ -21,7 +21,7 @@ NO_PROBE = Probe()
 
 
 class AttentionArguments(NamedTuple):
-    """What the caller passed to `Attention.forward`."""
+    """Arguments of `Attention.forward`."""
 
     x: Tensor
     source: Tensor | ProjectedSource | None = None
@@ -32,7 +32,7 @@ class AttentionArguments(NamedTuple):
 
 
 class LayerState(NamedTuple):
-    """What a layer adds to a call: one of its weights (for dtype and device), its mode, and its parallelism."""
+    """State of a layer that a call depends on: one of its weights (for dtype and device), mode, and parallelism."""
 
     weight: Tensor
     backend_name: str | None

@@ -94,8 +94,8 @@ class AttentionSteps:
 
 
 def _first_index(operations: tuple[OperationStep, ...], interfaces: dict[str, str]) -> int:
-    found = (step.number for step in operations if step.interface in interfaces or step.interface == "mix")
-    return next(found, len(operations))
+    numbers = (step.number for step in operations if step.interface in interfaces or step.interface == "mix")
+    return next(numbers, len(operations))
 
 
 def _steps_before(operations: list[OperationStep]) -> Iterator[AttentionStep]:
@@ -126,12 +126,12 @@ def _steps_before(operations: list[OperationStep]) -> Iterator[AttentionStep]:
 
 def _order(steps: Iterator[AttentionStep]) -> list[AttentionStep]:
     """Put equal steps together, queries first; of another part's operations, only the last result counts."""
-    kept: dict[tuple[int, str, str], AttentionStep] = {}
+    unique: dict[tuple[int, str, str], AttentionStep] = {}
     for step in steps:
         key = (step.number, step.name, step.tensor if step.number or step.name == "input" else str(step.shape))
-        kept[key] = step
-    others = {step.name: step for step in kept.values() if not step.number and step.name != "input"}
-    numbered = [step for step in kept.values() if step.number or step.name == "input"]
+        unique[key] = step
+    others = {step.name: step for step in unique.values() if not step.number and step.name != "input"}
+    numbered = [step for step in unique.values() if step.number or step.name == "input"]
 
     def rank(step: AttentionStep) -> tuple[float, int]:
         position = 2.5 if step.name in others else step.number

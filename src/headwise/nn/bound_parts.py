@@ -78,7 +78,7 @@ class BoundParts:
         self._observe: StepObserver = observe_nothing
 
     def observed(self, observe: StepObserver) -> BoundParts:
-        """The same parts with the same weights, which call `observe` after each of them."""
+        """These parts with these weights, which call `observe` after each part."""
         parts = copy.copy(self)
         parts._observe = observe
         steps = self.core_steps

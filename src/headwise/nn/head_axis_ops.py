@@ -61,13 +61,15 @@ def keep_heads(
     It also keeps the score heads that a kept head needs, and the key and value heads that these use. Where all heads
     are mixed, that is all of them, and only the output projection gets smaller.
     """
-    kept = KeptHeads.of(spec, keep)
-    return kept.spec, transform_axes(spec, weights, {axis: select_heads(heads) for axis, heads in kept.by_axis.items()})
+    indices = KeptHeads.of(spec, keep)
+    return indices.spec, transform_axes(
+        spec, weights, {axis: select_heads(heads) for axis, heads in indices.by_axis.items()}
+    )
 
 
 @dataclass(frozen=True)
 class KeptHeads:
-    """What pruning keeps of a layer: the smaller spec, and the kept heads of each axis, in order.
+    """Result of pruning a layer: the smaller spec, and the kept heads of each axis, in order.
 
     >>> import headwise as hw
     >>> KeptHeads.of(hw.design(model=8, heads=8, kv=2), [2, 3]).by_axis
@@ -79,11 +81,13 @@ class KeptHeads:
 
     @staticmethod
     def of(spec: AttentionSpec, keep: Iterable[int]) -> KeptHeads:
-        """What `keep_heads` keeps for these output heads."""
+        """The spec and heads that `keep_heads` keeps for these output heads."""
         outs = tuple(sorted(set(keep)))
         if not outs or outs[0] < 0 or outs[-1] >= len(spec.score_head_of_output):
-            there = len(spec.score_head_of_output)
-            raise SpecError(f"heads {list(outs)} cannot be kept of {there}; name at least one of 0..{there - 1}")
+            num_heads = len(spec.score_head_of_output)
+            raise SpecError(
+                f"heads {list(outs)} cannot be kept of {num_heads}; name at least one of 0..{num_heads - 1}"
+            )
         heads = spec.heads
         q = tuple(sorted(frozenset[int]().union(*(spec.required_score_heads(out) for out in outs))))
         rows = q if heads.rows == heads.q else tuple(range(heads.rows))  # rows that a mix makes stay as they are

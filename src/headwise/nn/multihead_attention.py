@@ -137,7 +137,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _masks(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, shape: tuple[int, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What may be attended to, and what is added to the scores, each [B or 1, H or 1, T or 1, S] or None."""
+        """The allowed pairs, and the numbers added to the scores, each [B or 1, H or 1, T or 1, S] or None."""
         batch, heads, queries, keys = shape
         keys -= int(self.bias_k is not None)
         allowed: Tensor | None = None

@@ -111,7 +111,7 @@ def _find_plan(sizes: CoreSizes, options: AttendOptions, signature: dict[str, ob
 
 
 def _signature(q_BHTK: Tensor, mask: Tensor | None, probe: Probe | None, options: AttendOptions) -> dict[str, object]:
-    """What the choice of a backend depends on, beside the spec."""
+    """The properties that the choice of a backend depends on, beside the spec."""
     return {
         "device": q_BHTK.device.type,
         "dtype": q_BHTK.dtype,
@@ -192,8 +192,8 @@ def _broadcastable(name: str, tensor: Tensor, dims: int, shape: tuple[int, int, 
         raise ValueError("mask has values other than 0 and 1; give additive values as bias=, or a mask of booleans")
     expanded = tensor[:, None] if tensor.dim() == 3 else tensor.reshape((1,) * (4 - tensor.dim()) + tensor.shape)
     if tensor.dim() > 4 or any(have not in (1, want) for have, want in zip(expanded.shape, shape, strict=True)):
-        wanted = list(shape) if dims == 4 else list(shape[-dims:]) if dims == 2 else [shape[0], *shape[2:]]
+        target = list(shape) if dims == 4 else list(shape[-dims:]) if dims == 2 else [shape[0], *shape[2:]]
         raise ValueError(
-            f"{name} {list(tensor.shape)} does not broadcast to {wanted}; give it one of these sizes, or 1"
+            f"{name} {list(tensor.shape)} does not broadcast to {target}; give it one of these sizes, or 1"
         )
     return expanded

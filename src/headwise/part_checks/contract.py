@@ -23,7 +23,7 @@ from ..presets import from_json, from_toml
 from ..spec.attention_spec import AttentionSpec
 from ..spec.serialization import to_json, to_toml
 from . import layer_cases as cases
-from .layer_measures import count_torch_flops, decode_in_chunks, layer_gradients
+from .layer_cases import count_torch_flops, decode_in_chunks, layer_gradients
 from .part_report import CheckResult, PartReport
 
 CHUNKINGS = ((7,), (1,) * 7, (3, 1, 3), (2, 5))
@@ -139,15 +139,15 @@ def compare_pruning(spec: AttentionSpec) -> Iterator[Comparison]:
     layer = cases.make_layer(spec)
     x, source = cases.make_inputs(spec)
     count = len(spec.score_head_of_output)
-    for kept in sorted({(0,), (0, count - 1), tuple(range(1, count)) or (0,)}):
+    for remaining in sorted({(0,), (0, count - 1), tuple(range(1, count)) or (0,)}):
         factors = torch.zeros(count, 1, dtype=x.dtype)
-        factors[list(kept)] = 1
+        factors[list(remaining)] = 1
         probe = Probe("heads", callback=lambda _, o_BTOV, factors=factors: o_BTOV * factors)
         expected = layer(x, source=source, probe=probe)
-        small, weights = head_axis_ops.keep_heads(spec, layer.state_dict(), sorted(set(kept)))
+        small, weights = head_axis_ops.keep_heads(spec, layer.state_dict(), sorted(set(remaining)))
         pruned = Attention(small).double().eval()
         pruned.load_state_dict(weights)
-        yield Comparison(f"heads {', '.join(map(str, kept))} are kept", pruned(x, source=source), expected)
+        yield Comparison(f"heads {', '.join(map(str, remaining))} are kept", pruned(x, source=source), expected)
 
 
 def compare_counts(spec: AttentionSpec) -> Iterator[Comparison]:

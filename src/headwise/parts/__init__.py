@@ -5,7 +5,8 @@ Queries and keys: `rotary_embedding`, `qk_norm`, `knocking_heads`. Similarity: `
 `gaussian_kernel`, `feature_map`. Scores: `alibi`, `t5_bias`, `shaw_relative_position`, `softcap`, `talking_heads`,
 `dynamic_composition`, `synthesizer`. Normalisers: `softmax`, `sink_softmax`, `sigmoid`, `entmax`, `mean_attention`,
 `sum_normaliser`. Outputs and gates: `differential`, `head_norm`, `gated_attention`, `mixture_of_heads`,
-`hard_concrete_gate`. Merges: `concat`, `sum_heads`.
+`hard_concrete_gate`. Dropout: `weight_dropout`. Merges: `concat`, `sum_heads`. Shared by parts: `initialisers` of
+parameters, and `precision` for computations that may not run in 16 bits.
 """
 
 from importlib import import_module

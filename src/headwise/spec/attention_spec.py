@@ -239,9 +239,9 @@ class AttentionSpec:
         A change of q or kv resets `kv_head_of_query`, `value_heads` and `score_head_of_output` to even groups, unless
         they are given too.
         """
-        known = {f.name for f in fields(Heads)}
-        if unknown := sorted(set(changes) - known):
-            raise SpecError(f"heads have no {unknown[0]!r}; {suggest(unknown[0], known)}")
+        field_names = {f.name for f in fields(Heads)}
+        if unknown := sorted(set(changes) - field_names):
+            raise SpecError(f"heads have no {unknown[0]!r}; {suggest(unknown[0], field_names)}")
         resets: dict[str, Any] = dict.fromkeys(HEAD_MAPS, ()) if {"q", "kv"} & set(changes) else {}
         if "dim" in changes and self.heads.vdim == self.heads.dim:
             resets["vdim"] = 0

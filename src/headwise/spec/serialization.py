@@ -38,8 +38,8 @@ def to_dict(spec: AttentionSpec) -> dict[str, Any]:
 
 def from_dict(data: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> AttentionSpec:
     """The spec described by a dictionary; `defaults` supplies fields that it lacks."""
-    known = [f.name for f in fields(AttentionSpec)]
-    _check_keys("a spec", data, known)
+    field_names = [f.name for f in fields(AttentionSpec)]
+    _check_keys("a spec", data, field_names)
     values = dict(defaults or {}) | {name: _slot_value(name, value) for name, value in data.items()}
     if missing := [name for name in ("model", "heads", *SLOTS) if name not in values]:
         raise SpecError(f"the spec lacks {', '.join(missing)}; add {missing[0]} = ...")
@@ -139,10 +139,10 @@ def _heads(table: dict[str, Any]) -> Heads:
     return Heads(**values)
 
 
-def _check_keys(where: str, table: Mapping[str, Any], known: list[str]) -> None:
+def _check_keys(where: str, table: Mapping[str, Any], names: list[str]) -> None:
     for name in table:
-        if name not in known:
-            raise SpecError(f"{where} has no {name!r}; {suggest(name, known)}")
+        if name not in names:
+            raise SpecError(f"{where} has no {name!r}; {suggest(name, names)}")
 
 
 def check_table(where: str, value: Any) -> dict[str, Any]:

@@ -8,5 +8,5 @@ In reading order:
 - `process_engine` runs cells in a pool of processes; `study_runner` chooses learning rates, then runs the report seeds;
 - `study_plan` prices every cell before anything runs;
 - `seed_statistics` compares variants: paired differences, intervals, corrected p values, success rates;
-- `study_report` writes tables and sentences, `report_page` the HTML page with its figures.
+- `study_report` writes tables and sentences, `report_page` the HTML page, `report_figures` its figures.
 """

@@ -66,15 +66,15 @@ class CellGrid:
 
     def _check_all_differ(self, task: str) -> None:
         """Raise if two variants would train the same model in the same way."""
-        seen: dict[tuple[ModelSpec, Recipe, tuple[float, ...]], str] = {}
+        names: dict[tuple[ModelSpec, Recipe, tuple[float, ...]], str] = {}
         for name, variant in self.study.variants.items():
             key = self.models[name, task].spec, self.recipes[name, task], self.rates(variant)
-            if key in seen:
+            if key in names:
                 raise SpecError(
-                    f"the variants {seen[key]!r} and {name!r} are the same model on {task!r}; leave one out, or "
+                    f"the variants {names[key]!r} and {name!r} are the same model on {task!r}; leave one out, or "
                     "give it other options"
                 )
-            seen[key] = name
+            names[key] = name
 
     def rates(self, variant: Variant) -> tuple[float, ...]:
         """The learning rates that are tried for a variant."""

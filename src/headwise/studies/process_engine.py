@@ -25,7 +25,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
 class CellEngine(Protocol):
-    """What runs cells: it yields each result once, in any order. As a context it frees its workers at the end."""
+    """Interface of engines: they yield each result once, in any order, and free their workers at the end."""
 
     def __enter__(self) -> Self: ...
 

@@ -127,20 +127,22 @@ def strip_figure(
 
 def scatter_figure(points: Mapping[str, tuple[float, Span]], x_label: str, y_label: str, higher_is_better: bool) -> str:
     """Quality against a cost on a logarithmic axis; the variants on the Pareto front are joined and labelled bold."""
-    known = {name: point for name, point in points.items() if math.isfinite(point[0]) and math.isfinite(point[1].value)}
-    if not known:
+    finite = {
+        name: point for name, point in points.items() if math.isfinite(point[0]) and math.isfinite(point[1].value)
+    }
+    if not finite:
         return ""
-    x = Scale.around([cost for cost, _ in known.values()], LEFT, WIDTH - LABEL_WIDTH, log=True)
-    y = Scale.around([end for _, mean in known.values() for end in mean], TOP + PLOT_HEIGHT, TOP)
-    front = pareto_front({name: (cost, mean.value) for name, (cost, mean) in known.items()}, higher_is_better)
+    x = Scale.around([cost for cost, _ in finite.values()], LEFT, WIDTH - LABEL_WIDTH, log=True)
+    y = Scale.around([end for _, mean in finite.values() for end in mean], TOP + PLOT_HEIGHT, TOP)
+    front = pareto_front({name: (cost, mean.value) for name, (cost, mean) in finite.items()}, higher_is_better)
     height = TOP + PLOT_HEIGHT + BOTTOM
     parts = [*_x_axis(x, TOP + PLOT_HEIGHT, x_label), *_y_axis(y, y_label, WIDTH - LABEL_WIDTH)]
-    path = " ".join(f"{x(known[name][0]):.1f},{y(known[name][1].value):.1f}" for name in front)
+    path = " ".join(f"{x(finite[name][0]):.1f},{y(finite[name][1].value):.1f}" for name in front)
     parts.append(f'<polyline class="front" points="{path}"/>')
-    names = list(known)
-    labels = _spread([y(known[name][1].value) for name in names])
+    names = list(finite)
+    labels = _spread([y(finite[name][1].value) for name in names])
     for number, name in enumerate(names):
-        cost, mean = known[name]
+        cost, mean = finite[name]
         colour, _ = series_style(list(points).index(name))
         on_front = name in front
         faded = "" if on_front else ' opacity="0.55"'
@@ -157,14 +159,14 @@ def scatter_figure(points: Mapping[str, tuple[float, Span]], x_label: str, y_lab
 
 def curve_figure(curves: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str) -> str:
     """One line per variant, labelled at its right end."""
-    known = {name: points for name, points in curves.items() if points}
-    if not known:
+    non_empty = {name: points for name, points in curves.items() if points}
+    if not non_empty:
         return ""
-    x = Scale.around([at for points in known.values() for at, _ in points], LEFT, WIDTH - LABEL_WIDTH)
-    y = Scale.around([value for points in known.values() for _, value in points], TOP + PLOT_HEIGHT, TOP)
+    x = Scale.around([at for points in non_empty.values() for at, _ in points], LEFT, WIDTH - LABEL_WIDTH)
+    y = Scale.around([value for points in non_empty.values() for _, value in points], TOP + PLOT_HEIGHT, TOP)
     parts = [*_x_axis(x, TOP + PLOT_HEIGHT, x_label), *_y_axis(y, y_label, WIDTH - LABEL_WIDTH)]
-    labels = _spread([y(points[-1][1]) for points in known.values()])
-    for number, (name, points) in enumerate(known.items()):
+    labels = _spread([y(points[-1][1]) for points in non_empty.values()])
+    for number, (name, points) in enumerate(non_empty.items()):
         colour, dash = series_style(list(curves).index(name))
         path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in points if math.isfinite(value))
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
@@ -191,8 +193,8 @@ def pareto_front(points: Mapping[str, tuple[float, float]], higher_is_better: bo
     return front
 
 
-def _spread(wanted: Sequence[float]) -> list[float]:
-    return spread_labels(wanted, 13.0, TOP + 6.0, TOP + PLOT_HEIGHT + BOTTOM - 8.0)
+def _spread(targets: Sequence[float]) -> list[float]:
+    return spread_labels(targets, 13.0, TOP + 6.0, TOP + PLOT_HEIGHT + BOTTOM - 8.0)
 
 
 def _label(y: float, name: str, colour: str, dash: str = "", bold: bool = False) -> str:

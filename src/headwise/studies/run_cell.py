@@ -33,8 +33,8 @@ def run_cell(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     invalid settings are results too: they carry a status and a message instead of metrics.
     """
     path = Path(folder)
-    if (known := read_result(path)) is not None:
-        return known
+    if (stored := read_result(path)) is not None:
+        return stored
     path.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     result: dict[str, Any]

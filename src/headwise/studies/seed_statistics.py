@@ -50,7 +50,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class VariantScore:
-    """What a variant reached on one task.
+    """Scores of a variant on one task.
 
     `values` are the metrics of the seeds that ended; `seed_deviation` is their standard deviation, `test_error` the
     standard error from the finite test set (only for shares, such as accuracies). `success_rate` is the share of seeds

@@ -188,8 +188,8 @@ def _check_study(study: Study) -> None:
 
 
 def _check_recipe(changes: Mapping[str, Any]) -> None:
-    known = [one.name for one in fields(Recipe) if one.name not in (*CELL_EXECUTION, "seed")]
-    _check_keys(changes, known, "recipe")
+    field_names = [one.name for one in fields(Recipe) if one.name not in (*CELL_EXECUTION, "seed")]
+    _check_keys(changes, field_names, "recipe")
 
 
 def _parse_variant(name: str, values: Any) -> Variant:
@@ -256,10 +256,10 @@ def _check_table(value: Any, key: str) -> None:
         raise SpecError(f"{key} = {value!r} is no table; write [{key}] and its fields below it")
 
 
-def _check_keys(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+def _check_keys(values: Mapping[str, Any], names: Sequence[str], where: str) -> None:
     for key in values:
-        if key not in known:
-            raise SpecError(f"{where} has no field {key!r}; {suggest(key, known)}")
+        if key not in names:
+            raise SpecError(f"{where} has no field {key!r}; {suggest(key, names)}")
 
 
 def _merge(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -95,22 +95,24 @@ class StudyReport:
         return ReportTable(f"{task.name}, by part and test", ("variant", *names), tuple(rows), "Means over seeds.")
 
     def head_table(self, task: StudyTask) -> ReportTable | None:
-        """What the heads of each variant do on the task: means of measures, and the number of heads of each class."""
+        """Heads of each variant on the task: means of measures, and the number of heads of each class."""
         rows: list[tuple[str, ...]] = []
         measures: dict[str, None] = {}
-        found: dict[str, tuple[dict[str, float], dict[str, float], str]] = {}
+        cells: dict[str, tuple[dict[str, float], dict[str, float], str]] = {}
         for variant in self.results.study.variants:
             heads = [one.result["heads"] for one in self._done(variant, task)]
-            known = [one for one in heads if "measures" in one]
+            measured = [one for one in heads if "measures" in one]
             note = next((one["note"] for one in heads if "note" in one), "")
-            means = _mean_of_dicts([one["measures"] for one in known])
-            classes = {name: total / len(known) for name, total in _sum_dicts(one["classes"] for one in known).items()}
+            means = _mean_of_dicts([one["measures"] for one in measured])
+            classes = {
+                name: total / len(measured) for name, total in _sum_dicts(one["classes"] for one in measured).items()
+            }
             measures |= dict.fromkeys(means)
-            found[variant] = means, classes, note
-        for variant, (means, classes, note) in found.items():
+            cells[variant] = means, classes, note
+        for variant, (means, classes, note) in cells.items():
             counts = ", ".join(f"{count:.3g} {name}" for name, count in sorted(classes.items(), key=lambda x: -x[1]))
             rows.append((variant, *(_number(means.get(name, math.nan)) for name in measures), counts or note))
-        if not any(means for means, _, _ in found.values()):
+        if not any(means for means, _, _ in cells.values()):
             return None
         header = ("variant", *measures, "heads of each class, mean over seeds")
         return ReportTable(f"{task.name}, what heads do", header, tuple(rows), "Means over heads and seeds.")
@@ -334,4 +336,4 @@ def _mean_of_dicts(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for table in tables:
         for name, value in table.items():
             values.setdefault(name, []).append(value)
-    return {name: sum(known) / len(known) for name, known in values.items()}
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}

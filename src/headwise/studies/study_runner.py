@@ -113,9 +113,9 @@ def check_same_study(folder: Path, name: str) -> None:
     """Raise if the folder holds another study; writes the name of this one."""
     path = folder / STUDY_FILE
     if path.exists():
-        known = json.loads(path.read_text(encoding="utf-8")).get("study")
-        if known != name:
-            raise SpecError(f"{folder} holds the study {known!r}, not {name!r}; give another --out")
+        stored = json.loads(path.read_text(encoding="utf-8")).get("study")
+        if stored != name:
+            raise SpecError(f"{folder} holds the study {stored!r}, not {name!r}; give another --out")
         return
     write_atomically(path, json.dumps({"study": name}).encode() + b"\n")
 

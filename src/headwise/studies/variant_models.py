@@ -193,17 +193,17 @@ def _match_model(study: Study, spec: ModelSpec, baseline: ModelSpec, batch: Batc
     """Match every self-attention to the baseline's of the same name; returns a sentence about the sizes."""
     goals = [layer for name, layer in baseline.attention_specs() if not name.endswith("cross")]
     workload = Workload(context=batch.x.shape[1] if batch.x.dim() == 2 else 1)
-    known: dict[tuple[AttentionSpec, AttentionSpec], AttentionSpec] = {}
+    matched: dict[tuple[AttentionSpec, AttentionSpec], AttentionSpec] = {}
     sentences: list[str] = []
     remaining = iter(goals)
 
     def match_layer(old: AttentionSpec) -> AttentionSpec:
         goal = next(remaining, goals[-1])
-        if (old, goal) not in known:
+        if (old, goal) not in matched:
             match = _match_layer(old, goal, study, workload)
-            known[old, goal] = match.spec
+            matched[old, goal] = match.spec
             sentences.append(str(match))
-        return known[old, goal]
+        return matched[old, goal]
 
     return replace_self_attention(spec, match_layer), "; ".join(dict.fromkeys(sentences))
 

@@ -56,9 +56,9 @@ def get_attention_parameters(net: Transformer, site: str) -> dict[str, Tensor]:
 
 def get_attention(net: Transformer, site: str) -> Attention:
     """Return the attention module with this site name."""
-    known = [name for name, _ in net.spec.attention_specs()]
-    if site not in known:
-        raise SpecError(f"{net.spec.name} has no attention {site!r}; {suggest(site, known)}")
+    names = [name for name, _ in net.spec.attention_specs()]
+    if site not in names:
+        raise SpecError(f"{net.spec.name} has no attention {site!r}; {suggest(site, names)}")
     stack, depth, role = site.split(".")
     return net.stacks[stack].blocks[int(depth)].attentions[role]
 

@@ -149,20 +149,22 @@ def plot_columns(
     """
     from matplotlib.figure import Figure
 
-    kept = list_grouped_heads(get_joint_curves(curves)[order], groups)
-    verdicts = {(result.group, result.num_heads): result.verdict for result in assess_group_survival(groups, kept[1:])}
+    kept_heads = list_grouped_heads(get_joint_curves(curves)[order], groups)
+    verdicts = {
+        (result.group, result.num_heads): result.verdict for result in assess_group_survival(groups, kept_heads[1:])
+    }
     group_names = [name for name in inks if name in set(groups.values())]
-    figure = Figure(figsize=(max(4.6, 0.62 * len(kept) + 1.6), 4.6), layout="constrained")
-    axes, bottoms = figure.add_subplot(), [0.0] * len(kept)
+    figure = Figure(figsize=(max(4.6, 0.62 * len(kept_heads) + 1.6), 4.6), layout="constrained")
+    axes, bottoms = figure.add_subplot(), [0.0] * len(kept_heads)
     for name in group_names:
-        for column, heads in enumerate(kept):
+        for column, heads in enumerate(kept_heads):
             count = Counter(groups[head] for head in heads)[name]
             verdict = verdicts.get((name, len(heads)), "")
             _draw_box(axes, (column, bottoms[column], count, len(groups)), inks[name], verdict, paper)
             bottoms[column] += count
-    _mark_extinctions(axes, kept, groups, {name: inks[name] for name in group_names}, paper)
-    axes.set(xlim=(-0.6, len(kept) - 0.4), ylim=(0, len(groups) * 1.02), xlabel="heads kept", ylabel="heads")
-    axes.set_xticks(range(len(kept)), [str(len(heads)) for heads in kept])
+    _mark_extinctions(axes, kept_heads, groups, {name: inks[name] for name in group_names}, paper)
+    axes.set(xlim=(-0.6, len(kept_heads) - 0.4), ylim=(0, len(groups) * 1.02), xlabel="heads kept", ylabel="heads")
+    axes.set_xticks(range(len(kept_heads)), [str(len(heads)) for heads in kept_heads])
     axes.set_title(f"{curves.model}: heads kept by {order}")
     axes.tick_params(axis="x", length=0)
     _draw_legend(figure, {name: inks[name] for name in group_names}, paper)
@@ -266,7 +268,7 @@ def _draw_box(
 
 def _mark_extinctions(
     axes: Axes,
-    kept: Sequence[Sequence[HeadId]],
+    kept_heads: Sequence[Sequence[HeadId]],
     groups: Mapping[HeadId, str],
     inks: Mapping[str, tuple[str, str]],
     paper: FigureTheme,
@@ -274,10 +276,10 @@ def _mark_extinctions(
     """Mark the first column from which on a group has no heads."""
     marks_in_column = Counter[int]()
     for name, (letter, colour) in inks.items():
-        columns = [column for column, heads in enumerate(kept) if any(groups[head] == name for head in heads)]
-        if (first := max(columns) + 1) == len(kept):
+        columns = [column for column, heads in enumerate(kept_heads) if any(groups[head] == name for head in heads)]
+        if (first := max(columns) + 1) == len(kept_heads):
             continue
-        height = len(kept[first]) + len(groups) * (0.045 + 0.06 * marks_in_column[first])
+        height = len(kept_heads[first]) + len(groups) * (0.045 + 0.06 * marks_in_column[first])
         text_colour = paper.foreground if colour == paper.empty_cell else LABEL_COLOUR
         axes.text(
             first,

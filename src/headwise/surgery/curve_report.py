@@ -110,7 +110,9 @@ class GroupSurvival(NamedTuple):
         )
 
 
-def assess_group_survival(groups: Mapping[HeadId, str], kept: Sequence[Collection[HeadId]]) -> list[GroupSurvival]:
+def assess_group_survival(
+    groups: Mapping[HeadId, str], kept_heads: Sequence[Collection[HeadId]]
+) -> list[GroupSurvival]:
     """Test for every group and every set of kept heads whether more or fewer of its heads are kept than by chance.
 
     Two-sided hypergeometric test, corrected for all tests (Holm).
@@ -121,7 +123,7 @@ def assess_group_survival(groups: Mapping[HeadId, str], kept: Sequence[Collectio
     (8, 2.0, 'more', 'fewer')
     """
     sizes, results = Counter(groups.values()), list[GroupSurvival]()
-    for heads in kept:
+    for heads in kept_heads:
         kept_counts = Counter(groups[head] for head in heads)
         for group, size in sizes.items():
             p = compute_hypergeometric_p_value(kept_counts[group], len(heads), size, len(groups))
@@ -493,20 +495,23 @@ def _survival_tables(curves: PruningCurves) -> Iterator[str]:
 
 
 def _survival_columns(
-    kept: Sequence[Sequence[HeadId]], groups: Mapping[HeadId, str], what: str
+    kept_heads: Sequence[Sequence[HeadId]], groups: Mapping[HeadId, str], what: str
 ) -> tuple[list[str], list[list[str]]]:
     signs = {
         (result.group, result.num_heads): VERDICT_SIGNS.get(result.verdict, "")
-        for result in assess_group_survival(groups, kept[1:])
+        for result in assess_group_survival(groups, kept_heads[1:])
     }
     rows = [
         [
             group,
-            *(f"{sum(groups[head] == group for head in heads)}{signs.get((group, len(heads)), '')}" for heads in kept),
+            *(
+                f"{sum(groups[head] == group for head in heads)}{signs.get((group, len(heads)), '')}"
+                for heads in kept_heads
+            ),
         ]
         for group, _ in Counter(groups.values()).most_common()
     ]
-    return [what, *(str(len(heads)) for heads in kept)], rows
+    return [what, *(str(len(heads)) for heads in kept_heads)], rows
 
 
 def _reproduction_section(curves: PruningCurves) -> Iterator[str]:

@@ -68,7 +68,9 @@ def collect_kv_statistics(
 
 def _select_attentions(model: nn.Module, sites: Iterable[str] | None) -> dict[str, Attention]:
     attentions = {
-        found.site.name: found.module for found in find_attention(model) if isinstance(found.module, Attention)
+        site_module.site.name: site_module.module
+        for site_module in find_attention(model)
+        if isinstance(site_module.module, Attention)
     }
     for site in sites or ():
         if site not in attentions:

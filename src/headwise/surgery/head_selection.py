@@ -254,9 +254,9 @@ class DropClasses(HeadSelection):
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         log("classifying heads")
         table = classify_heads(measure_heads(net, examples))
-        known = sorted({label.name for head in table.heads for label in head.classes})
-        if wrong := [name for name in self.classes if name not in known]:
-            raise SpecError(f"no head of the model has class {wrong[0]!r}; {suggest(wrong[0], known)}")
+        class_names = sorted({label.name for head in table.heads for label in head.classes})
+        if wrong := [name for name in self.classes if name not in class_names]:
+            raise SpecError(f"no head of the model has class {wrong[0]!r}; {suggest(wrong[0], class_names)}")
         return PruningPlan.without(
             net.spec, self._heads_to_drop(table), f"without class {' and '.join(self.classes)}", table.notes
         )

@@ -47,8 +47,8 @@ class HeadCut(NamedTuple):
     @staticmethod
     def without(site: AttentionSite, name: str, removed: Iterable[int]) -> HeadCut:
         """Remove query heads; a key-value head goes with the last query head that uses it."""
-        group_size, gone = site.heads // site.num_kv_heads, set(removed)
-        heads = tuple(head for head in range(site.heads) if head not in gone)
+        group_size, dropped = site.heads // site.num_kv_heads, set(removed)
+        heads = tuple(head for head in range(site.heads) if head not in dropped)
         counts = {kv: sum(head // group_size == kv for head in heads) for kv in range(site.num_kv_heads)}
         kv_heads = tuple(kv for kv, count in counts.items() if count)
         if not heads:
@@ -69,8 +69,8 @@ class HeadCut(NamedTuple):
             return {site.q: list(self.heads), site.k: list(self.kv_heads), site.v: list(self.kv_heads)}
         if site.fused == "by head":
             return {site.q: [3 * head + part for head in self.heads for part in range(3)]}
-        starts, kept = (0, site.heads, site.heads + kv), (self.heads, self.kv_heads, self.kv_heads)
-        return {site.q: [start + n for start, numbers in zip(starts, kept, strict=True) for n in numbers]}
+        starts, kept_heads = (0, site.heads, site.heads + kv), (self.heads, self.kv_heads, self.kv_heads)
+        return {site.q: [start + n for start, numbers in zip(starts, kept_heads, strict=True) for n in numbers]}
 
     @property
     def num_blocks(self) -> dict[str, int]:
@@ -109,7 +109,7 @@ def prune_module(model: nn.Module, heads: Iterable[HeadRef], example: Any) -> Mo
     if not removed:
         raise SpecError("no head would be removed; name heads as (layer, head)")
     by_name = {site_module.site.name: site_module for site_module in site_modules}
-    cuts = {by_name[name].site.path: _make_cut(model, by_name, name, gone) for name, gone in removed.items()}
+    cuts = {by_name[name].site.path: _make_cut(model, by_name, name, dropped) for name, dropped in removed.items()}
     after = copy.deepcopy(model)
     removed_params = 0
     for path, cut in cuts.items():
@@ -120,7 +120,7 @@ def prune_module(model: nn.Module, heads: Iterable[HeadRef], example: Any) -> Mo
         if before - sum(parameter.numel() for parameter in module.parameters()) != counted:
             raise SpecError(f"cannot prune {path}: its projections are also used elsewhere in it; untie them first")
         removed_params += counted
-    names = tuple((name, head) for name, gone in removed.items() for head in sorted(gone))
+    names = tuple((name, head) for name, dropped in removed.items() for head in sorted(dropped))
     difference = _compare_with_ablated(model, after, names, example)
     return ModulePruning(after, names, removed_params, difference)
 
@@ -151,11 +151,11 @@ def _make_cut(model: nn.Module, by_name: Mapping[str, SiteModule], name: str, re
 def count_removed_params(module: nn.Module, cut: HeadCut) -> int:
     """Number of parameters that a cut removes, from the shapes of the projections."""
     count = 0
-    for name, kept in cut.rows.items():
+    for name, rows in cut.rows.items():
         linear, blocks = module.get_submodule(name), cut.num_blocks[name]
         assert isinstance(linear, nn.Linear)
         width = linear.out_features // blocks
-        count += (blocks - len(kept)) * width * (linear.in_features + (linear.bias is not None))
+        count += (blocks - len(rows)) * width * (linear.in_features + (linear.bias is not None))
     out = module.get_submodule(cut.site.out)
     assert isinstance(out, nn.Linear)
     removed_share = cut.site.heads - len(cut.heads)
@@ -168,11 +168,11 @@ def count_removed_params(module: nn.Module, cut: HeadCut) -> int:
 def _cut_module(module: nn.Module, cut: HeadCut) -> None:
     """Cut the parameters of removed heads out of a module, set its sizes, and declare it again."""
     site = cut.site
-    for name, kept in cut.rows.items():
+    for name, rows in cut.rows.items():
         linear = module.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         for tensor_name in ("weight", "bias") if linear.bias is not None else ("weight",):
-            _cut_tensor(linear, tensor_name, 0, (cut.num_blocks[name], kept))
+            _cut_tensor(linear, tensor_name, 0, (cut.num_blocks[name], rows))
         linear.out_features = linear.weight.shape[0]
     out = module.get_submodule(site.out)
     assert isinstance(out, nn.Linear)
@@ -202,8 +202,8 @@ def _usual_attributes(module: nn.Module, site: AttentionSite) -> dict[str, str]:
 def _cut_tensor(owner: nn.Module, name: str, axis: int, blocks: tuple[int, Sequence[int]]) -> None:
     """Keep some of `blocks` equal blocks of a parameter or buffer along an axis."""
     tensor: Tensor = getattr(owner, name)
-    count, kept = blocks
-    index = torch.tensor(list(kept), device=tensor.device)
+    count, rows = blocks
+    index = torch.tensor(list(rows), device=tensor.device)
     with torch.no_grad():
         smaller = tensor.detach().unflatten(axis, (count, -1)).index_select(axis, index).flatten(axis, axis + 1).clone()
     is_parameter = isinstance(tensor, nn.Parameter)

@@ -62,7 +62,7 @@ def _mean_outputs(net: Transformer, plan: PruningPlan, examples: Sequence[Exampl
 def _bias_outputs(net: Transformer, plan: PruningPlan) -> dict[HeadId, Tensor]:
     """Return the value bias of each removed head, if it can be folded into the output bias."""
     head_outputs = dict[HeadId, Tensor]()
-    for site, kept in plan.changed_sites.items():
+    for site, kept_heads in plan.changed_sites.items():
         spec, weights = get_attention(net, site).spec, get_attention_parameters(net, site)
         shift_OV = spec.project.constant_biases(spec, weights).get("v")
         if shift_OV is None:
@@ -70,7 +70,9 @@ def _bias_outputs(net: Transformer, plan: PruningPlan) -> dict[HeadId, Tensor]:
         if reason := fold_bias(spec, weights).reasons_kept.get("v"):
             raise SpecError(f"cannot fold the value bias of {site}: {reason}. Use fold='mean'")
         head_outputs |= {
-            (site, head): shift_OV[head].double() for head in range(len(spec.score_head_of_output)) if head not in kept
+            (site, head): shift_OV[head].double()
+            for head in range(len(spec.score_head_of_output))
+            if head not in kept_heads
         }
     if not head_outputs:
         raise SpecError(f"cannot fold biases: no removed head of {net.spec.name} has a value bias. Use fold='mean'")

@@ -469,7 +469,7 @@ class _OrderSweep:
             }
             if sum(map(len, keep.values())) < points[-1].num_heads:
                 self.log(f"{self.order} {self.seed}, {part}: {sum(map(len, keep.values()))} of {num_heads} heads kept")
-                changed = {site: kept for site, kept in keep.items() if kept != all_heads[site]}
+                changed = {site: heads for site, heads in keep.items() if heads != all_heads[site]}
                 points.append(self._evaluate_point(share, keep, remove_heads(self.net, changed)))
         return PruningCurve(part, self.order, self.seed, tuple(points))
 

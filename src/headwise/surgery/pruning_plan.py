@@ -87,15 +87,15 @@ class PruningPlan:
         """The heads that the plan removes."""
         return tuple(
             (site, head)
-            for site, kept in self.keep.items()
+            for site, kept_heads in self.keep.items()
             for head in range(self.head_counts[site])
-            if head not in kept
+            if head not in kept_heads
         )
 
     @property
     def changed_sites(self) -> KeptHeads:
         """The heads kept at the sites that lose any."""
-        return {site: kept for site, kept in self.keep.items() if len(kept) < self.head_counts[site]}
+        return {site: kept_heads for site, kept_heads in self.keep.items() if len(kept_heads) < self.head_counts[site]}
 
     @property
     def num_kept(self) -> int:

@@ -89,7 +89,7 @@ def gather_step(weights: Array, values: Array, shown: Array, out: Array | None =
 
 
 def contribution_step(z: Array, matrix: Array, terms: int = 4) -> HeadStep:
-    """What the head adds to the residual stream: z times its slice of the output projection, [V, model]."""
+    """The contribution of the head to the residual stream: z times its slice of the output projection, [V, model]."""
     arrays = {"out": as_float32(z.astype(np.float64) @ matrix.astype(np.float64))}
     return HeadStep("contribution", "c = z W_O[head]", arrays | largest_terms(z, matrix, terms))
 
@@ -203,8 +203,8 @@ def softmax_step(weights: Array, sink: float | None, part: str = "") -> HeadStep
 
 
 def _index_of(positions: Array, key: int) -> int | None:
-    found = np.flatnonzero(positions == key)
-    return int(found[0]) if len(found) else None
+    matches = np.flatnonzero(positions == key)
+    return int(matches[0]) if len(matches) else None
 
 
 def as_float32(array: Array) -> Array:

@@ -47,7 +47,7 @@ def group_tokens(trace: Trace, grouping: TokenGrouping, *, row: int = 0) -> Trac
            [0.35, 0.65]], dtype=float32)
     """
     groups = {name: find_groups(rows[row], grouping) for name, rows in trace.streams.items()}
-    if empty := [name for name, found in groups.items() if not found]:
+    if empty := [name for name, places in groups.items() if not places]:
         raise ValueError(f"no token of the {empty[0]} would be left; show special tokens or the first token")
     stored = sum(
         4 * layer.heads * len(groups[layer.query_stream]) * len(groups[layer.key_stream]) for layer in trace.layers
@@ -124,13 +124,13 @@ def _group_layer(
 ) -> AttentionRecord:
     queries, keys = groups[layer.query_stream], groups[layer.key_stream]
     starts = np.array([places[0] for places in keys])
-    kept = np.array([place for places in keys for place in places if place < layer.num_keys])
-    edges = np.searchsorted(kept, starts)
+    key_indices = np.array([place for places in keys for place in places if place < layer.num_keys])
+    edges = np.searchsorted(key_indices, starts)
     weights = np.zeros((1, layer.heads, len(queries), len(keys)), np.float32)
     for head in range(layer.heads):
         rows = np.concatenate(
             [
-                _keep_keys(trace.head_weights(layer.name, head, slice(*block), row=row), kept, grouping)
+                _keep_keys(trace.head_weights(layer.name, head, slice(*block), row=row), key_indices, grouping)
                 for block in query_blocks(layer.num_queries)
             ]
         )
@@ -140,9 +140,9 @@ def _group_layer(
     return replace(layer, calls=(call,), arrays={"weights.0": weights})
 
 
-def _keep_keys(weights: Array, kept: Array, grouping: TokenGrouping) -> Array:
+def _keep_keys(weights: Array, key_indices: Array, grouping: TokenGrouping) -> Array:
     """The weights on the keys that are kept; where some were left out, divided by their sum."""
-    chosen = weights[:, kept]
+    chosen = weights[:, key_indices]
     if not (grouping.special or grouping.first):
         return chosen
     total = chosen.sum(1, keepdims=True, dtype=np.float64)

@@ -96,10 +96,12 @@ class TraceComparison:
 
     def second_weights(self, layer: AttentionRecord, head: int, positions: Positions) -> Array:
         """The weights of a head of the first trace in the second, for queries of the second, [queries, keys]."""
-        kept = self.kept_heads.get(layer.name, range(layer.heads))
-        if head not in kept:
-            raise ValueError(f"head {head} of {layer.name} was removed; the heads that were kept are {list(kept)}")
-        return _read_queries(self.second, self.sites[layer.name], list(kept).index(head), positions, self.row)
+        kept_heads = self.kept_heads.get(layer.name, range(layer.heads))
+        if head not in kept_heads:
+            raise ValueError(
+                f"head {head} of {layer.name} was removed; the heads that were kept are {list(kept_heads)}"
+            )
+        return _read_queries(self.second, self.sites[layer.name], list(kept_heads).index(head), positions, self.row)
 
     @property
     def ranked(self) -> list[HeadDifference]:
@@ -150,21 +152,23 @@ def compare_traces(
     for trace in (first, second):
         if rows := [layer.batch_size for layer in trace.layers if row >= layer.batch_size]:
             raise ValueError(f"cannot compare row {row}: a trace has {rows[0]}; give 0 to {rows[0] - 1}")
-    kept = dict(kept_heads or {})
-    matches, left_out = _match_sites(first, second, kept)
+    heads_of_second = dict(kept_heads or {})
+    matches, left_out = _match_sites(first, second, heads_of_second)
     alignments = {
         stream: align_tokens(first.streams[stream][row].words, second.streams[stream][row].words)
         for stream in first.streams
         if stream in second.streams
     }
-    comparison = TraceComparison(first, second, alignments, matches, (), left_out, row, kept)
+    comparison = TraceComparison(first, second, alignments, matches, (), left_out, row, heads_of_second)
     for site in list(matches):
         layer = first.get_layer(site)
         streams = zip((layer.query_stream, layer.key_stream), comparison.aligned_tokens(layer), strict=True)
         if empty := [name for name, pairs in streams if not len(pairs.first)]:
             left_out[site] = f"no token of the {empty[0]} corresponds to one of the other trace"
             del matches[site]
-    places = [(site, head) for site in matches for head in kept.get(site, range(first.get_layer(site).heads))]
+    places = [
+        (site, head) for site in matches for head in heads_of_second.get(site, range(first.get_layer(site).heads))
+    ]
     heads: list[HeadDifference] = []
     for site, head in places:
         if progress is not None:

@@ -45,10 +45,10 @@ def compute_aux_loss(aux_losses: AuxLosses, weights: Sequence[tuple[str, float]]
     ... )
     tensor(0.5000)
     """
-    known = {name for _, name in aux_losses.terms}
+    names = {name for _, name in aux_losses.terms}
     for name, _ in weights:
-        if name not in known:
-            hint = f"use one of {', '.join(sorted(known))}" if known else "this model has none, leave aux_losses= out"
+        if name not in names:
+            hint = f"use one of {', '.join(sorted(names))}" if names else "this model has none, leave aux_losses= out"
             raise SpecError(f"no layer has the auxiliary loss {name!r} of aux_losses=; {hint}")
     return sum((weight * aux_losses.total(name) for name, weight in weights), 0.0)
 

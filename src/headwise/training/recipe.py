@@ -279,10 +279,10 @@ def from_dict(entries: Mapping[str, Any], defaults: Recipe | None = None) -> Rec
     >>> from_dict({"steps": 3, "aux_losses": {"balance": 0.01}}).aux_losses
     (('balance', 0.01),)
     """
-    entries, known = rename_old_fields(entries), [f.name for f in fields(Recipe)]
+    entries, field_names = rename_old_fields(entries), [f.name for f in fields(Recipe)]
     for name in entries:
-        if name not in known:
-            raise SpecError(f"a recipe has no field {name!r}; {suggest(name, known)}")
+        if name not in field_names:
+            raise SpecError(f"a recipe has no field {name!r}; {suggest(name, field_names)}")
     values = ({} if defaults is None else vars(defaults)) | {name: _to_tuples(value) for name, value in entries.items()}
     return Recipe(**values)
 

@@ -5,7 +5,8 @@ In reading order:
 - `open_model`: `OpenModel`, what the page shows: a trace, its measures, and the model if there is one.
 - `view_document`: the JSON description of what is open: model, tokens, attention layers, measures.
 - `weight_summaries`: pooled tiles, marginals, the largest weight of a part, and the masks of thumbnails.
-- `tile_encoding`: binary answers: arrays behind a JSON header.
+- `model_targets`: what can be opened by name: the sample, a trace, a folder, FILE.py:FACTORY, or a Hub model.
+- `tile_encoding`: messages of arrays behind a JSON header; `binary_answers`: tiles, thumbnails and measures as such.
 - `model_worker`: `ModelWorker`, one thread that runs jobs on the model, with progress and cancellation.
 - `model_actions`, `lab_actions`, `similarity_actions`, `comparison_actions`, `cost_actions`: the jobs: capture a text,
   measure the heads, ablate them, find similar heads, compare two runs, and cost.
@@ -15,7 +16,8 @@ In reading order:
 - `surgery_actions`, `surgery_arguments`: the jobs that plan, prune and convert, with proofs; what they are asked for.
 - `http_security`: which requests are answered, and the headers of every answer.
 - `server`: the routes of the HTTP interface, and `serve`.
-- `html_export`: a single HTML file of what is open.
+- `html_export`: a single HTML file of what is open, with the answers of `export_answers`; `export_files`: weights,
+  measures and the trace as files.
 - `bundled_sample`: the small translator that `headwise view` opens without arguments, its trace and its measures.
 - `view`: `hw.view` and `hw.view_attention`, and what they show in a notebook.
 

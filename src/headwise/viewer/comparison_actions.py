@@ -49,15 +49,15 @@ def compare_attention(model: OpenModel, arguments: Mapping[str, Any], progress: 
     kind, first = str(arguments.get("with")), model.get_recorded()
     if kind not in KINDS:
         raise ValueError(f"cannot compare with {kind!r}; use one of {', '.join(KINDS)}")
-    kept: dict[str, list[int]] = {}
+    kept_heads: dict[str, list[int]] = {}
     if kind == "text":
         name, second = "", _trace_text(model, arguments, progress)
     elif kind == "ablated":
         name, second = "", _trace_ablated(model, arguments, progress)
     else:
-        name, second, kept = _trace_other(model, progress)
+        name, second, kept_heads = _trace_other(model, progress)
     comparison = compare_traces(
-        first, second, kept_heads=kept, progress=lambda done, total: progress(done, total, "comparing heads")
+        first, second, kept_heads=kept_heads, progress=lambda done, total: progress(done, total, "comparing heads")
     )
     model.set_comparison(comparison, first)
     return encode_comparison(comparison, kind, name)
@@ -104,13 +104,13 @@ def _trace_other(model: OpenModel, progress: JobProgress) -> tuple[str, Trace, d
     progress(0, 2, f"opening {name}")
     other = load_target(model.other)
     removed = read_pruned_heads(model.other)
-    kept = {
+    kept_heads = {
         layer.name: [head for head in range(layer.heads) if head not in removed[layer.name]]
         for layer in model.get_recorded().layers
         if layer.name in removed
     }
     progress(1, 2, f"running {name}")
-    return name, _trace_same_text(model, other), kept
+    return name, _trace_same_text(model, other), kept_heads
 
 
 def _trace_same_text(model: OpenModel, other: nn.Module) -> Trace:

@@ -1,4 +1,4 @@
-"""What an HTML export contains: the answers that the page would ask the server for, for everything that is open.
+"""Contents of an HTML export: the answers that the page would ask the server for, for everything that is open.
 
 Every head is stored as a tile of at most `TILE_SIDE` cells a side with its masked cells. If all weights together are
 below `EXACT_BYTES`, the exact weights of every query are stored too, so that the page shows them without a server.

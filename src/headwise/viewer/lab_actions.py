@@ -58,12 +58,12 @@ def compute_effect(model: OpenModel, arguments: Mapping[str, Any], progress: Job
 
 
 def sample_heads(
-    known: Sequence[tuple[str, int]], heads: Sequence[AblatedHead], count: int, seed: int = 0
+    measured: Sequence[tuple[str, int]], heads: Sequence[AblatedHead], count: int, seed: int = 0
 ) -> list[list[AblatedHead]]:
     """Random sets of as many other heads, ablated in the same ways; of all heads where too few others are left."""
     chosen = {(head.site, head.head) for head in heads}
-    others = [key for key in known if key not in chosen]
-    pool = others if len(others) >= len(heads) else list(known)
+    others = [key for key in measured if key not in chosen]
+    pool = others if len(others) >= len(heads) else list(measured)
     generator = np.random.default_rng(seed)
     sets = (generator.permutation(len(pool))[: len(heads)].tolist() for _ in range(count if heads else 0))
     return [
@@ -189,8 +189,8 @@ def choose_heads(
     numbers = arguments.get("sites") or []
     if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
         raise ValueError("sites must be a list of site numbers")
-    wanted = {model.site_name(number) for number in numbers}
-    heads = [key for key in runs.heads if not wanted or key[0] in wanted]
+    site_names = {model.site_name(number) for number in numbers}
+    heads = [key for key in runs.heads if not site_names or key[0] in site_names]
     if limit is None or len(heads) <= limit:
         return heads
     return sorted(sorted(heads, key=lambda key: key[1])[:limit], key=heads.index)
@@ -292,8 +292,8 @@ class _CumulativeCurve:
         removed: list[tuple[tuple[str, int], float]] = []
         left = list(self.heads)
         while left:
-            gone = [head for head, _ in removed]
-            values = {head: self.value([*gone, head], f"head {len(gone) + 1}") for head in left}
+            ablated = [head for head, _ in removed]
+            values = {head: self.value([*ablated, head], f"head {len(ablated) + 1}") for head in left}
             best = min(left, key=lambda head: values[head])
             removed.append((best, values[best]))
             left.remove(best)

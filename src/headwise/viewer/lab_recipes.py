@@ -94,10 +94,10 @@ def _format_patches(
     """A function that gives the expressions of the patches of some heads."""
 
     def parts(group: Sequence[AblatedHead]) -> list[str]:
-        found: list[str] = []
+        lines: list[str] = []
         if scaled := [head for head in group if head.mode == "zero"]:
             items = ", ".join(f"({head.site!r}, {head.head}): ScaledOutput({head.scale})" for head in scaled)
-            found.append(f"{{{items}}}")
+            lines.append(f"{{{items}}}")
         calls = {
             "mean": "hw.head_means(net, [ids], {})",
             "noise": f"hw.head_noise(net, [ids], {{}}, seed={options.seed})",
@@ -105,8 +105,8 @@ def _format_patches(
         }
         for mode, call in calls.items():
             if refs := [(head.site, head.head) for head in group if head.mode == mode]:
-                found.append(call.format(refs))
-        return found
+                lines.append(call.format(refs))
+        return lines
 
     return parts
 

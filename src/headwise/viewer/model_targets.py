@@ -1,4 +1,4 @@
-"""What `headwise view` can open by name: the bundled sample, a trace, a folder, FILE.py:FACTORY, or a Hub model."""
+"""Targets of `headwise view`, by name: the bundled sample, a trace, a folder, FILE.py:FACTORY, or a Hub model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page shows: a trace, and the model that made it, if it is open."""
+"""The open trace, which the page shows, and the model that made it, if it is open."""
 
 from __future__ import annotations
 
@@ -284,23 +284,23 @@ class OpenModel:
         """Thumbnails of all heads, [heads, 64, 64], in the order of `heads`."""
         trace = self.get_trace()
         if not trace.thumbnails:
-            drawn = trace.with_thumbnails(THUMBNAIL_SIZE)
+            with_thumbnails = trace.with_thumbnails(THUMBNAIL_SIZE)
             for holder in {id(view): view for view in (self, self._origin or self)}.values():
-                holder._keep_thumbnails(trace, drawn)
-            trace = drawn
+                holder._keep_thumbnails(trace, with_thumbnails)
+            trace = with_thumbnails
         atlas = np.zeros((len(self.heads), THUMBNAIL_SIZE, THUMBNAIL_SIZE), np.uint8)
         for number, (site, head) in enumerate(self.heads):
             atlas[number] = enlarge_picture(trace.thumbnail(site, head))
         return atlas
 
-    def _keep_thumbnails(self, trace: Trace, drawn: Trace) -> None:
+    def _keep_thumbnails(self, trace: Trace, with_thumbnails: Trace) -> None:
         """Show the trace with thumbnails, unless another trace was opened while they were drawn."""
         with self._changing:
             if self.trace is trace:
-                self.trace = drawn
+                self.trace = with_thumbnails
 
     def marginals(self, site: str, head: int, *, lens: str = "weight", row: int = 0) -> Marginals:
-        """What each key receives, the entropy and maximum of each query, and the mean weight at each distance.
+        """The weight on each key, the entropy and maximum of each query, and the mean weight at each distance.
 
         The entropy and the means by distance are those of the weights, whatever the lens.
         """
@@ -315,9 +315,9 @@ class OpenModel:
     def check_ablated(self, heads: Sequence[AblatedHead]) -> None:
         """Raise ValueError for heads that do not exist or cannot be ablated."""
         self.get_model()
-        known = self.sites
+        sites = self.sites
         for ablated in heads:
-            site = known.get(ablated.site)
+            site = sites.get(ablated.site)
             if site is None or not 0 <= ablated.head < site.heads:
                 raise ValueError(f"there is no head {ablated.head} at {ablated.site!r} to ablate")
             if not site.ablate.possible:

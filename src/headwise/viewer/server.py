@@ -229,8 +229,8 @@ class ViewServer:
 
     def _points(self, view: OpenModel, query: Query) -> Response:
         """The queries and keys of a head as points on the plane of their largest variance."""
-        found = map_queries_and_keys(view.get_trace(), *self._head(view, query))
-        return binary_response(encode_arrays({"queries": found.queries, "keys": found.keys}, share=found.share))
+        points = map_queries_and_keys(view.get_trace(), *self._head(view, query))
+        return binary_response(encode_arrays({"queries": points.queries, "keys": points.keys}, share=points.share))
 
     def _difference(self, view: OpenModel, query: Query) -> Response:
         """One head in both traces of the last comparison, over the aligned tokens."""
@@ -326,8 +326,8 @@ class ViewServer:
             raise HTTPException(404, "there is no such page")
         content, media_type = self.static[path]
         headers = {"etag": self.tags[path]}
-        known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
-        if self.tags[path] in known:
+        tags = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+        if self.tags[path] in tags:
             return Response(status_code=304, headers=headers)
         return Response(content, media_type=media_type, headers=headers)
 

@@ -70,7 +70,9 @@ def _steps_of_model(view: OpenModel, model: Transformer, place: HeadPlace, key: 
     device = next(model.parameters()).device
     ids = {name: np.array(rows[place.row].ids, np.int64) for name, rows in trace.streams.items() if rows}
     real = {name: np.flatnonzero(row >= 0) for name, row in ids.items()}  # padding has the id -1
-    tensors = {name: torch.from_numpy(ids[name][kept])[None].to(device) for name, kept in real.items()}
+    tensors = {
+        name: torch.from_numpy(ids[name][real_positions])[None].to(device) for name, real_positions in real.items()
+    }
     if "text" not in tensors or not {layer.query_stream, layer.key_stream} <= set(real):
         raise ValueError("the trace holds no token ids to run the model on; capture a text")
     queries, keys = real[layer.query_stream], real[layer.key_stream]
@@ -78,24 +80,26 @@ def _steps_of_model(view: OpenModel, model: Transformer, place: HeadPlace, key: 
         raise ValueError(f"query {place.query} is padding; choose a token")
     own = place._replace(query=int(np.searchsorted(queries, place.query)))
     shown = int(np.searchsorted(keys, key)) if key is not None and key in keys else None
-    found = model_steps(model, tensors["text"], own, source=tensors.get("source"), key=shown)
+    steps = model_steps(model, tensors["text"], own, source=tensors.get("source"), key=shown)
     block = slice(place.query, place.query + 1)
-    wanted = trace.head_weights(place.site, place.head, block, row=place.row)[0]
-    _check_weights(_last_weights(found), wanted[keys] if len(wanted) == len(ids[layer.key_stream]) else wanted)
-    return replace(found, place=place, positions=keys.astype(np.int32))
+    trace_weights = trace.head_weights(place.site, place.head, block, row=place.row)[0]
+    _check_weights(
+        _last_weights(steps), trace_weights[keys] if len(trace_weights) == len(ids[layer.key_stream]) else trace_weights
+    )
+    return replace(steps, place=place, positions=keys.astype(np.int32))
 
 
 def _last_weights(steps: HeadSteps) -> NDArray[Any]:
     return [step for step in steps.steps if step.name in ("normalise", "weight_step")][-1].arrays["out"]
 
 
-def _check_weights(found: NDArray[Any], wanted: NDArray[Any]) -> None:
+def _check_weights(actual: NDArray[Any], expected: NDArray[Any]) -> None:
     """Refuse steps of another run than that of the trace."""
-    if found.shape != wanted.shape:
+    if actual.shape != expected.shape:
         raise ValueError(
-            f"the open model has {len(found)} keys here, and the trace {len(wanted)}; capture the text again"
+            f"the open model has {len(actual)} keys here, and the trace {len(expected)}; capture the text again"
         )
-    error = float(np.abs(found - wanted).max(initial=0.0))
+    error = float(np.abs(actual - expected).max(initial=0.0))
     if not error <= WEIGHT_TOLERANCE:
         raise ValueError(f"the open model gives other weights than the trace (by {error:.2g}); capture the text again")
 

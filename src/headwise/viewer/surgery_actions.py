@@ -204,9 +204,12 @@ def convert_heads(model: OpenModel, arguments: Mapping[str, Any], progress: JobP
         notes=(*texts.notes, *result.notes),
         command=format_command(model, "convert", request.options, folder),
     )
-    groups = [{"site": site, "groups": [list(group) for group in found]} for site, found in result.groups.items()]
-    made = NewModel(model, net, result.after, folder, result.data)
-    return made.write_and_prove(texts, options, log) | {"groups": groups}
+    groups = [
+        {"site": site, "groups": [list(group) for group in groups_of_site]}
+        for site, groups_of_site in result.groups.items()
+    ]
+    new_model = NewModel(model, net, result.after, folder, result.data)
+    return new_model.write_and_prove(texts, options, log) | {"groups": groups}
 
 
 @dataclass(frozen=True, eq=False)

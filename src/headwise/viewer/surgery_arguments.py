@@ -1,4 +1,4 @@
-"""What a job of the Prune & convert screen asks for, as library objects and as options of the command line."""
+"""Arguments of the jobs of the Prune & convert screen, as library objects and as options of the command line."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ def read_pruning(model: OpenModel, arguments: Mapping[str, Any]) -> PruningReque
     """Read how heads are chosen: a list `heads`, the best share `keep` by a method, or one of each of `clusters`."""
     from ..surgery import DropHeads, HeadRanking, KeepOnePerCluster, KeepTop
 
-    given = [name for name in SELECTIONS if arguments.get(name)]
-    if len(given) != 1:
-        raise ValueError(f"{len(given)} of {', '.join(SELECTIONS)} say which heads to remove; give exactly one")
+    selections = [name for name in SELECTIONS if arguments.get(name)]
+    if len(selections) != 1:
+        raise ValueError(f"{len(selections)} of {', '.join(SELECTIONS)} say which heads to remove; give exactly one")
     fold, method = read_text(arguments, "fold", "none"), read_text(arguments, "by", "best")
     ranking = HeadRanking(method)
     fold_options = () if fold == "none" else ("--fold", fold)
-    if given == ["heads"]:
+    if selections == ["heads"]:
         heads = [(head.site, head.head) for head in read_heads(model, arguments)]
         options = ("--heads", *list_heads(heads), *fold_options)
         return PruningRequest(DropHeads(tuple(heads)), fold, options, fold == "mean")
-    if given == ["clusters"]:
+    if selections == ["clusters"]:
         options = ("--clusters", "--by", method, *fold_options)
         return PruningRequest(KeepOnePerCluster(ranking), fold, options, needs_texts=True)
     amount, scope = arguments["keep"], read_text(arguments, "per", "layer")

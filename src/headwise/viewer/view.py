@@ -28,10 +28,24 @@ from .open_model import OpenModel
 DEFAULT_TEXT = "The quick brown fox jumps over the lazy dog because the dog is asleep."
 FRAME_HEIGHT = 720  # pixels of the frame in a notebook
 SERVER_START_SECONDS = 20.0
+# The view of the widget: notebooks that remove frames from HTML keep those that a script adds.
+FRAME_SCRIPT = """
+function render({ model, el }) {
+  const frame = document.createElement("iframe");
+  frame.setAttribute("sandbox", "allow-scripts allow-downloads");
+  frame.style.cssText = "width:100%;border:0;height:" + model.get("height") + "px";
+  frame.title = "heads of the model";
+  frame.srcdoc = model.get("page");
+  model.on("change:page", () => { frame.srcdoc = model.get("page"); });
+  model.on("change:height", () => { frame.style.height = model.get("height") + "px"; });
+  el.append(frame);
+}
+export default { render };
+"""
 
 
 class Target(NamedTuple):
-    """What to open: a name (None is the bundled sample), texts, the folder for new models (None: read-only), and the
+    """A target: a name (None is the bundled sample), texts, the folder for new models (None: read-only), and the
     name of a model or trace to compare with."""
 
     name: str | None = None
@@ -231,15 +245,28 @@ class View:
         return frame_html(self.html, self.opened.name)
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
-        """What a notebook shows: a widget if anywidget is installed, else the frame."""
+        """Content for a notebook: a widget if anywidget is installed, else the frame."""
         if find_spec("anywidget") is None:
             return {"text/plain": repr(self), "text/html": self._repr_html_()}
-        from .notebook_widget import make_widget
-
         return make_widget(self.html)._repr_mimebundle_(**options)
 
     def __repr__(self) -> str:
         return f"<page of {self.opened.name}: .save('page.html') writes it, .serve() opens it in the browser>"
+
+
+def make_widget(page: str, height: int = FRAME_HEIGHT) -> Any:
+    """A widget that shows a page in a sandboxed frame; `page` and `height` can be changed afterwards."""
+    import anywidget  # pyright: ignore[reportMissingImports] - an extra, which `view` checks for
+    import traitlets  # pyright: ignore[reportMissingImports] - comes with anywidget
+
+    class PageWidget(anywidget.AnyWidget):
+        """A page in a sandboxed frame."""
+
+        _esm = FRAME_SCRIPT
+        page = traitlets.Unicode("").tag(sync=True)
+        height = traitlets.Int(FRAME_HEIGHT).tag(sync=True)
+
+    return PageWidget(page=page, height=height)
 
 
 def print_address(line: str) -> None:

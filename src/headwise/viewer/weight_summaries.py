@@ -174,7 +174,7 @@ def thumbnail_masks(trace: Trace) -> tuple[ByteArray, NDArray[np.int32]]:
 
 
 def _mask_content(trace: Trace, layer: AttentionRecord, head: int) -> object:
-    """What the mask of a head follows from: equal for heads with equal masks."""
+    """A key of the mask of a head: equal for heads with equal masks."""
     owner: object = None
     if any(call.weights is not None or call.places is not None for call in layer.calls):
         owner = layer.name, head

@@ -1,4 +1,9 @@
-"""`headwise cost`: the cost of specs and models before they run, side by side."""
+"""`headwise cost`: the cost of specs and models before they run, side by side.
+
+This module has the command and its everyday options. `comparison_options` has those that compare, match sizes, draw
+and write CSV; `training_options` the memory of training, `serving_options` throughput and memory of serving, and
+`parallel_options` several devices.
+"""
 
 from __future__ import annotations
 

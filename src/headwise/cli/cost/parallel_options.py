@@ -42,10 +42,10 @@ def add_parallel_arguments(parser: CommandParser) -> None:
 
 def make_parallel_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, ParallelView]:
     """Return the report of --devices, if it is given."""
-    given = {name: getattr(args, name) for name in DIVISIONS if getattr(args, name) is not None}
+    divisions = {name: getattr(args, name) for name in DIVISIONS if getattr(args, name) is not None}
     if args.devices is None:
-        if given:
-            name, count = next(iter(given.items()))
+        if divisions:
+            name, count = next(iter(divisions.items()))
             raise UsageError(f"--{name} {count} divides several devices; add --devices {max(count, 1)}")
         return {}
     from ...costs.kv_cache_memory import RequestBatch
@@ -55,7 +55,7 @@ def make_parallel_views(args: argparse.Namespace, costs: CostReport) -> Mapping[
     from ...model_spec import ModelSpec
     from .serving_options import apply_efficiency, number_formats
 
-    plan = ParallelPlan(args.devices, **given)
+    plan = ParallelPlan(args.devices, **divisions)
     reports: list[ParallelReport] = []
     for estimate in costs:
         model, workload = estimate.spec_or_model, estimate.workload

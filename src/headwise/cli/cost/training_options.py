@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..command_parser import TERMINAL_WIDTH, CommandParser, UsageError
+from ..known_names import ACTIVATION_PROFILES
 
 if TYPE_CHECKING:
     from ...costs.cost_report import CostReport
@@ -79,14 +80,13 @@ def add_activation_arguments(parser: CommandParser) -> None:
     group.add_argument(
         "--profile",
         metavar="NAME",
-        help="how attention runs in training: dense, composed, halves, sdpa, flash-cuda, or a published formula: "
-        "paper-2022, zhihu-624740065",
+        help="backend that attention runs on in training, or a published formula: " + ", ".join(ACTIVATION_PROFILES),
     )
     group.add_argument(
-        "--checkpoint", metavar="WHAT", help="recomputed in the backward pass: none, block or core (default: none)"
+        "--checkpoint", metavar="WHAT", help="what the backward pass recomputes: none, block or core (default: none)"
     )
     group.add_argument(
-        "--dropout", type=float, metavar="RATE", help="dropout after every branch of a model's blocks (default: 0)"
+        "--dropout", type=float, metavar="RATE", help="dropout rate after every residual branch (default: 0)"
     )
 
 

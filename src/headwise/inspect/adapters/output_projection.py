@@ -394,19 +394,19 @@ class UnreadableCall:
         self.reason = reason
 
     def head_weights(self, head: int, queries: slice = slice(None)) -> Tensor:
-        """Raises with the reason."""
+        """Raise ValueError with the reason why the weights cannot be observed."""
         return self.all_weights(queries)
 
     def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """Raises with the reason."""
+        """Raise ValueError with the reason why the weights cannot be observed."""
         raise ValueError(f"cannot observe its weights: {self.reason}; {BY_A_RUN}")
 
     def allowed_pairs(self, queries: slice = slice(None)) -> Tensor:
-        """Raises with the reason."""
+        """Raise ValueError with the reason why the weights cannot be observed."""
         return self.all_weights(queries)
 
     def head_values(self, head: int) -> HeadValues:
-        """Raises with the reason."""
+        """Raise ValueError with the reason why the weights cannot be observed."""
         raise ValueError(f"cannot observe its weights: {self.reason}; {BY_A_RUN}")
 
 

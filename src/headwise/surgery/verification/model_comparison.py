@@ -224,13 +224,13 @@ def build_ablations(
     """
     specs = dict(before.spec.attention_specs())
     patches = dict[HeadRef, HeadPatch | Tensor]()
-    for site, kept in keep.items():
+    for site, kept_heads in keep.items():
         if site not in specs:
             raise ValueError(f"the model has no attention {site!r}; {suggest(site, specs)}")
         count = len(specs[site].score_head_of_output)
-        if wrong := [head for head in kept if not 0 <= head < count]:
+        if wrong := [head for head in kept_heads if not 0 <= head < count]:
             raise ValueError(f"{site} has no head {wrong[0]} to keep; give heads in 0..{count - 1}")
-        removed = [(site, head) for head in range(count) if head not in kept]
+        removed = [(site, head) for head in range(count) if head not in kept_heads]
         patches |= {ref: replacements.get(ref, ScaledOutput(0.0)) for ref in removed}
     return patches
 
