@@ -33,10 +33,10 @@ def describe_environment() -> dict[str, Any]:
 
 def _package_versions() -> dict[str, dict[str, str | None]]:
     """The installed version of each dependency, None if it is missing; those of no extra are under "base"."""
-    found: dict[str, dict[str, str | None]] = {}
+    versions: dict[str, dict[str, str | None]] = {}
     for name, extra in parse_requirements(metadata.requires(OWN_NAME) or ()):
-        found.setdefault(extra, {})[name] = _installed_version(name)
-    return found
+        versions.setdefault(extra, {})[name] = _installed_version(name)
+    return versions
 
 
 def parse_requirements(lines: Iterable[str]) -> list[tuple[str, str]]:
