@@ -47,7 +47,7 @@ def unsupported_reasons(spec: hw.AttentionSpec, **more) -> list[str]:
 @given(
     lengths=st.lists(st.one_of(st.integers(0, 12), st.integers(0, LONGEST)), min_size=1, max_size=4),
     page=st.sampled_from([1, 2, 3, 5, 7, 13, 16, 31]),
-    taken=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+    row_order=st.lists(st.integers(0, 3), min_size=1, max_size=5),
     order=st.integers(0, 9),
 )
 def test_rows_read_their_pages_as_one_pass_reads(name: str, lengths, page: int, row_order, order: int):

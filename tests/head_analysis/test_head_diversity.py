@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 import headwise as hw
 from headwise.head_analysis.head_redundancy import DiversitySums, RedundancyOptions, find_outliers, measure_redundancy
@@ -22,7 +22,8 @@ from headwise.head_analysis.rank_analysis import (
     singular_value_ratio,
 )
 from headwise.masking.patterns import Causal, Full
-from support.number_examples import make_examples, small_gpt2
+from headwise.models.block import TransformerLayer
+from support.number_examples import WORDS, make_examples, small_gpt2
 
 Array = NDArray[np.float64]
 
@@ -235,8 +236,21 @@ def test_diversity_of_a_native_model():
     assert not any(module._forward_hooks for module in net.modules())
 
 
-def test_the_whole_path_is_the_models_own():
-    net, texts = small_gpt2(layers=3), make_examples(3)
+def small_opt(layers: int) -> nn.Module:
+    """A small decoder with norms after its sublayers, with scales and shifts that are not 1 and 0."""
+    sizes = {"hidden_size": 20, "num_attention_heads": 4, "num_hidden_layers": layers, "ffn_dim": 31}
+    config = {"model_type": "opt", "do_layer_norm_before": False, "max_position_embeddings": 40, "vocab_size": WORDS}
+    net = hw.build(hw.families.read_model_spec(config | sizes), seed=0)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return net.eval()
+
+
+@pytest.mark.parametrize(("make", "placement"), [(small_gpt2, "pre"), (small_opt, "post")])
+def test_the_whole_path_is_the_models_own(make: Callable[..., nn.Module], placement: str):
+    net, texts = make(layers=3), make_examples(3)
+    assert {layer.placement for layer in net.modules() if isinstance(layer, TransformerLayer)} == {placement}
     one, other = measure_rank_collapse(net, texts), measure_rank_collapse(net, texts, variant=ForwardVariant())
     assert [a.residual.value for a in one] == pytest.approx([b.residual.value for b in other], abs=1e-6)
     causal = measure_rank_collapse(net, texts, variant=ForwardVariant(pattern=Causal()))

@@ -114,6 +114,7 @@ def test_errors_of_a_list_are_all_named(monkeypatch: pytest.MonkeyPatch):
     ]
     monkeypatch.setattr(lists, "guards", lambda: wrong)
     monkeypatch.setattr(lists, "equivalents", lambda: {address: " "})
+    monkeypatch.setattr(lists, "tests_of_module", lambda: {"masking/patterns.py": ("doctests", "parts/test_alibi.py")})
     errors = "\n".join(lists.find_errors())
     for error in (
         "twice: the name is used twice",
@@ -123,6 +124,8 @@ def test_errors_of_a_list_are_all_named(monkeypatch: pytest.MonkeyPatch):
         "empty: names no test",
         "test: no test house/test_mutation.py::test_absent[1]",
         "no reason is given",
+        "masking/patterns.py: does not name its own tests, masking/test_patterns.py",
+        "masking/patterns.py: no test file parts/test_alibi.py",
     ):
         assert error in errors
 
@@ -210,6 +213,16 @@ def test_verdicts(small: Path, mutant: Trial, verdict: str, reason: str):
     time_limit = 5.0 if verdict == "timeout" else 120.0  # a busy machine may need long to start pytest
     result = runner.run_trial(mutant, time_limit)
     assert (result.verdict, result.reason) == (verdict, reason), result.output
+
+
+def test_mutants_run_with_the_kernels_of_the_tests(small: Path, monkeypatch: pytest.MonkeyPatch):
+    """The mutated module is imported before conftest.py, which sets the policy of kernels."""
+    monkeypatch.setenv("HEADWISE_KERNELS", "auto")
+    (small / "src" / "headwise" / "policy.py").write_text("import os\nPOLICY = os.environ['HEADWISE_KERNELS']\n")
+    (small / "tests" / "test_small.py").write_text(
+        "from headwise import policy\n\ndef test_policy():\n    assert policy.POLICY == 'wait'\n"
+    )
+    assert runner.passes_unchanged([trial("add", "arithmetic")])
 
 
 def test_another_copy_of_the_package_is_noticed(small: Path, monkeypatch: pytest.MonkeyPatch):

@@ -355,7 +355,7 @@ def test_registration_waits_until_the_import_is_complete(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("version", "taken"), [("5.2.9", False), ("4.57.1", False), ("5.3.0", True), ("6.0.dev0", True)]
+    ("version", "registers"), [("5.2.9", False), ("4.57.1", False), ("5.3.0", True), ("6.0.dev0", True)]
 )
 def test_transformers_before_5_3_is_left_alone(version: str, registers: bool, monkeypatch: pytest.MonkeyPatch):
     interfaces = (transformers.AttentionInterface, transformers.AttentionMaskInterface)

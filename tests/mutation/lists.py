@@ -90,10 +90,21 @@ def find_errors() -> list[str]:
     errors += [f"{address}: no reason is given" for address, reason in equivalents().items() if not reason.strip()]
     for trial in guards():
         errors += missing_tests(trial.name, trial.tests)
+    modules = Counter(entry["module"] for entry in load("tests_of_module.toml", "cover"))
+    errors += [f"tests_of_module.toml: {module} has {count} entries" for module, count in modules.items() if count > 1]
     for module, tests in tests_of_module().items():
         errors += [] if (SOURCE / PACKAGE / module).is_file() else [f"tests_of_module.toml: no module {module}"]
         errors += missing_tests(module, tests[1:])
+        errors += own_test_left_out(module, tests)
     return errors
+
+
+def own_test_left_out(module: str, tests: Iterable[str]) -> list[str]:
+    """That the test file named after a module does not cover it: mutants would survive that it kills."""
+    folder, _, name = module.rpartition("/")
+    own = f"{folder}/test_{name}".lstrip("/")
+    listed = {test.partition("::")[0] for test in tests}
+    return [f"{module}: does not name its own tests, {own}"] if (TESTS / own).is_file() and own not in listed else []
 
 
 @functools.cache
