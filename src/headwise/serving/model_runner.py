@@ -220,7 +220,7 @@ class ModelRunner:
         groups: dict[object, list[int]] = defaultdict(list)
         if any(request.config.is_constrained for request in requests):
             logits = logits.clone()
-        broken = logits.isnan().any(-1).tolist()
+        broken = logits.amax(-1).isnan().tolist()  # a NaN is the maximum of its row
         for n, request in enumerate(requests):
             if broken[n]:
                 request.fail(ValueError("the model produced NaN logits; check its weights and the prompt"))
@@ -231,6 +231,7 @@ class ModelRunner:
             numbers = [request.numbers for request in group] if group[0].temperature else []
             past = [request.ids for request in group]
             temperature, how = group[0].temperature, group[0].config
-            ids = sample_tokens(logits[rows], past, temperature=temperature, config=how, streams=numbers)
+            chosen = logits if len(rows) == len(logits) else logits[rows]  # without a copy if all rows are alike
+            ids = sample_tokens(chosen, past, temperature=temperature, config=how, streams=numbers)
             for request, token_id in zip(group, ids, strict=True):
                 request.take(token_id)
