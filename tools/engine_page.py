@@ -20,7 +20,13 @@ def page() -> str:
     """Markdown: machine, comparison with transformers, steps by number of rows, and the time of each part of a step."""
     measured = json.loads(MEASURED.read_text())
     return "\n\n".join(
-        [_machine(measured), _compared(measured["lognormal"]), _scaling(measured["scaling"]), _parts(measured["parts"])]
+        [
+            _machine(measured),
+            _compared(measured["lognormal"]),
+            _equal_lengths(measured["equal_lengths"]),
+            _scaling(measured["scaling"]),
+            _parts(measured["parts"]),
+        ]
     )
 
 
@@ -67,6 +73,25 @@ def _compared(measured: dict[str, Any]) -> str:
         f"({measured['ratio']['processor']:.1f} by processor time) of `generate` on the padded batch with the same "
         f"weights. The KV cache is limited to {_millions(sizes['budget'])} and takes {_millions(sizes['allocated'])}; "
         f"{waits}.\n\n" + _table(["", "tokens per second", "seconds (processor time)", "peak KV cache"], rows)
+    )
+
+
+def _equal_lengths(measured: list[dict[str, Any]]) -> str:
+    rows = []
+    for row in measured:
+        best = row["best"]
+        seconds = {name: f"{times['seconds']:.2f} ({times['processor']:.2f})" for name, times in best.items()}
+        ratios = [
+            f"{best[other]['processor'] / best['engine']['processor']:.2f}" for other in ("transformers", "generate")
+        ]
+        shape = f"{row['rows']} x ({row['prompt']} + {row['tokens']})"
+        rows.append((shape, seconds["engine"], seconds["transformers"], seconds["generate"], *ratios))
+    head = ["rows x (prompt + answer)", "`Engine`, s (processor)", "transformers", "`hw.generate`"]
+    return (
+        "Requests of equal lengths, submitted together, where a padded batch has no padding: the least time of each in "
+        "interleaved rounds, and how many times as fast the engine is, by processor time. Other work ran on the "
+        "machine. All answers are equal.\n\n"
+        + _table([*head, "of transformers' speed", "of `hw.generate`'s speed"], rows)
     )
 
 

@@ -139,6 +139,31 @@ def test_log_probabilities_are_those_of_the_model(client: openai.OpenAI, net: Tr
     assert scored.choices[0].logprobs.text_offset == [0, 1, 2, 3]
 
 
+def test_answers_of_a_form(client: openai.OpenAI, net: Transformer):
+    """By OpenAI's own fields and by those of vLLM: JSON of a schema, any JSON object, a regular expression."""
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [7, 23]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema, "strict": True}}
+    common: dict[str, Any] = {"model": "small", "temperature": 0, "max_tokens": 60}
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    answer = client.chat.completions.create(messages=messages, response_format=form, **common)
+    assert json.loads(answer.choices[0].message.content or "") in ({"n": 7}, {"n": 23})
+    assert answer.choices[0].finish_reason == "stop"
+    expected = hw.generate(net, "Hi", max_new_tokens=60, config=hw.DecodingConfig(regex="[a-f]{5}[0-9]"))
+    extra = {"structured_outputs": {"regex": "[a-f]{5}[0-9]"}}
+    assert client.completions.create(prompt="Hi", extra_body=extra, **common).choices[0].text == expected
+    parts = client.completions.create(prompt="Hi", extra_body=extra, stream=True, **common)
+    assert "".join(part.choices[0].text for part in parts) == expected
+    extra = {"structured_outputs": {"json": {"const": [1]}}}
+    assert json.loads(client.completions.create(prompt="Hi", extra_body=extra, **common).choices[0].text) == [1]
+    loose = client.chat.completions.create(messages=messages, response_format={"type": "json_object"}, **common)
+    assert (loose.choices[0].message.content or "").startswith("{")
+
+
 def test_chats_are_prompts_of_the_template(client: openai.OpenAI, net: Transformer):
     prompt = "<system>Be brief.\n<user>Hello\n<assistant>"
     messages: list[Any] = [
@@ -215,6 +240,10 @@ def test_models_and_health(client: openai.OpenAI):
         ({"prompt": "a", "n": 17}, "n=17: give an integer from 1 to 16"),
         ({"prompt": "a", "stream": True, "echo": True}, "echo is not supported in streams"),
         ({"prompt": "a", "logprobs": True}, "logprobs=True: give an integer from 0 to 20"),
+        ({"prompt": "a", "response_format": {"type": "xml"}}, "give a type of text, json_object, json_schema"),
+        ({"prompt": "a", "response_format": {"type": "json_schema"}}, "the schema of response_format is missing"),
+        ({"prompt": "a", "structured_outputs": {"grammar": "a"}}, 'give {"regex": '),
+        ({"prompt": "a", "structured_outputs": {"regex": "a(("}}, "is not valid: unclosed group"),
     ],
 )
 def test_fields_that_cannot_be_answered_are_refused(client: openai.OpenAI, fields: dict[str, Any], message: str):

@@ -119,6 +119,48 @@ def test_lines_are_answered_in_order_whatever_stands_beside_them(run: Run, trans
     assert entry.splitlines()[0] == generate(translator, LINES[0], temperature=1.0, seed=3)
 
 
+def test_log_probabilities_are_those_of_the_model(run: Run, speaker: Path, translator: Path):
+    options = ["--max-new-tokens", 4, "--tokenizer", "bytes", "--logprobs", 2]
+    code, out, _ = run(speaker, "the", *options, "--json")
+    (answer,) = json.loads(out)["answers"]
+    net = hw.load(speaker).double()
+    ids = [*b"the", *answer["ids"]]
+    with torch.no_grad():
+        expected = net(torch.tensor([ids]))[0].log_softmax(-1)
+    for place, score in enumerate(answer["logprobs"], 2):
+        assert score["logprob"] == pytest.approx(float(expected[place, ids[place + 1]]), abs=1e-5)
+        assert sorted(score["top"].values(), reverse=True) == pytest.approx(
+            expected[place].topk(2)[0].tolist(), abs=1e-5
+        )
+    assert (code, len(answer["logprobs"])) == (0, 4)
+    table = run(speaker, "the", *options)[1].splitlines()
+    assert table[1].split() == ["token", "logprob", "likeliest"]
+    assert [f"{score['logprob']:.4f}" in line for score, line in zip(answer["logprobs"], table[2:], strict=True)] == [
+        True
+    ] * 4
+    # A translator is given its source, and what it wrote so far.
+    (answer,) = json.loads(run(translator, LINES[0], "--max-new-tokens", 5, "--logprobs", 0, "--json")[1])["answers"]
+    net = hw.load(translator).double()
+    source = net.encode(torch.tensor([hw.generation.encode_prompt(net, LINES[0], max_new_tokens=5)]))
+    begin = list(hw.generation.get_decoder_start_ids(net))
+    with torch.no_grad():
+        logprobs = net(torch.tensor([[*begin, *answer["ids"]]]), source=source)[0].log_softmax(-1)
+    places = range(len(begin) - 1, len(begin) - 1 + len(answer["ids"]))
+    expected = [float(logprobs[place, token]) for place, token in zip(places, answer["ids"], strict=True)]
+    assert [score["logprob"] for score in answer["logprobs"]] == pytest.approx(expected, abs=1e-5)
+
+
+def test_outputs_match_what_is_asked_for(run: Run, speaker: Path, tmp_path: Path):
+    options = ["--max-new-tokens", 30, "--tokenizer", "bytes", "--temperature", 1, "--seed", 2]
+    assert run(speaker, "the", *options, "--regex", "(fox|dog)s?[0-9]")[1].strip()[:3] in ("fox", "dog")
+    (tmp_path / "schema.json").write_text('{"type": "array", "items": {"enum": [3, 5]}, "minItems": 2, "maxItems": 2}')
+    value = json.loads(run(speaker, "the", *options, "--json-schema", tmp_path / "schema.json")[1])
+    assert len(value) == 2
+    assert set(value) <= {3, 5}
+    code, _, err = run(speaker, "the", *options, "--regex", "a", "--json-schema", tmp_path / "schema.json")
+    assert (code, err) == (2, "headwise: --regex and --json-schema exclude each other; leave one out\n")
+
+
 def test_a_line_that_cannot_be_read_does_not_stop_the_others(run: Run, translator: Path):
     data = "\n".join([LINES[0], "<zh>3 Mai", LINES[1]]).encode() + b"\n\xff\r\n" + LINES[2].encode()
     code, out, err = run(translator, "--max-new-tokens", 9, stdin=data)

@@ -183,6 +183,42 @@ def test_a_step_is_a_chunk_of_prompts_and_a_token_of_every_row():
 # --- what is remembered --------------------------------------------------------------------------------
 
 
+def test_the_first_rows_of_a_burst_wait_until_half_of_it_is_read():
+    """A step of few rows costs almost as much as one of many; rows past their first token are never delayed."""
+    net = MODELS["mixed"]()
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(chunk=4))
+    prompts = [[n + 1, 2, 3, n] for n in range(6)]
+    streams = [engine.submit(prompt, max_new_tokens=9) for prompt in prompts]
+    for _ in range(6):
+        engine.step()
+    assert [(step.num_prompts, step.rows) for step in engine.report().steps] == [
+        (1, 0),
+        (1, 0),
+        (1, 3),
+        (1, 4),
+        (1, 5),
+        (1, 6),
+    ]
+    late = [engine.submit([n, 5, 5, n], max_new_tokens=3) for n in range(1, 9)]
+    counts = [len(stream.ids) for stream in streams]
+    engine.step()
+    assert [len(stream.ids) for stream in streams] == [count + 1 for count in counts]
+    for prompt, stream in zip(prompts, streams, strict=True):
+        assert stream.result() == hw.generate(net, prompt, max_new_tokens=9)
+    assert late[-1].result() == hw.generate(net, [8, 5, 5, 8], max_new_tokens=3)
+
+
+def test_the_first_rows_of_a_burst_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(model_runner, "MAX_POSTPONED_STEPS", 3)
+    engine = hw.Engine(MODELS["mixed"](), budget=ROOMY, batching=hw.BatchingConfig(chunk=4))
+    streams = [engine.submit([1, 2, 3, 4], max_new_tokens=9)]
+    streams += [engine.submit([n, 5] * 10, max_new_tokens=3) for n in (6, 7, 8)]
+    for _ in range(5):
+        engine.step()
+    assert [step.rows for step in engine.report().steps] == [0, 0, 0, 1, 1]
+    assert len(streams[0].ids) == 3
+
+
 def test_beginnings_are_read_once():
     """A common beginning of 40 tokens, asked by all at once: one reads it, the others wait a step and share."""
     net, begin = model("mixed"), [n % 7 for n in range(40)]

@@ -25,7 +25,8 @@ from headwise.distributed.sharded_model import shard_model
 from headwise.models import Transformer
 from headwise.training import Recipe, run_setup, train
 from headwise.training.autotune import StepTrial
-from headwise.training.train_step import AdamWOptimiser, StepOptions, TrainStep, group_parameters
+from headwise.training.optimisers import AdamWOptimiser, group_parameters
+from headwise.training.train_step import StepOptions, TrainStep
 from support.small_training import IDS, Echo, Routed, short_recipe
 
 STEPS, ECHO = 3, Echo()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -116,3 +117,20 @@ PLAIN = StepOptions("fp32", "off")
 def make_train_step(net: Transformer, recipe: Recipe, choice: StepOptions = PLAIN) -> TrainStep:
     """A training step on this rank alone, on the CPU."""
     return TrainStep(wrap_single_process(net), recipe, choice)
+
+
+class CrashingLogger:
+    """A logger that ends a run at a step, as a crash would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def open(self, folder: Path, config: object) -> None:
+        pass
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        if record["event"] == "step" and record["step"] == self.step:
+            raise RuntimeError("a crash")
+
+    def close(self) -> None:
+        pass

@@ -22,7 +22,7 @@ from headwise.models import load, save
 from headwise.training import CheckpointFolder, TrainingCheckpoint, train, training_run
 from headwise.training.evaluation import TaskEvaluator
 from headwise.training.loop import InterruptGuard
-from support.small_training import Answered, Echo, short_recipe
+from support.small_training import Answered, CrashingLogger, Echo, short_recipe
 
 STOCHASTIC = {"dropout": 0.1, "accumulate": 5}  # so that what is drawn has to go on where it stood
 
@@ -123,27 +123,16 @@ def test_a_model_that_is_given_goes_on_from_its_weights(tmp_path: Path):
 # --- going on ------------------------------------------------------------------------------------------
 
 
-class Stop:
-    """A sink that ends a run at a step, as a crash would."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def open(self, folder: Path, config: object) -> None:
-        pass
-
-    def write(self, record: dict) -> None:
-        if record["event"] == "step" and record["step"] == self.step:
-            raise RuntimeError("a crash")
-
-    def close(self) -> None:
-        pass
-
-
 def test_a_run_that_crashes_again_and_again_ends_with_the_same_bits(whole: Path, tmp_path: Path):
     for step in (1, 3, 4, 6):
         with pytest.raises(RuntimeError, match="a crash"):
-            train(Echo(), recipe=short_recipe(**STOCHASTIC), out=tmp_path, resume="allowed", loggers=[Stop(step)])
+            train(
+                Echo(),
+                recipe=short_recipe(**STOCHASTIC),
+                out=tmp_path,
+                resume="allowed",
+                loggers=[CrashingLogger(step)],
+            )
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"event": "st')
     train(Echo(), recipe=short_recipe(**STOCHASTIC), out=tmp_path, resume="allowed")
@@ -336,7 +325,7 @@ def test_words_are_known(tmp_path: Path):
 def poisoned(step: int, name: str, value: float):
     """A sink that sets a weight's first number after a step, as memory that breaks might."""
 
-    class Poison(Stop):
+    class Poison(CrashingLogger):
         def write(self, record: dict) -> None:
             if record["event"] == "step" and record["step"] == step:
                 with torch.no_grad():
@@ -404,7 +393,7 @@ def damaged(path: Path, how: str) -> None:
 @pytest.mark.parametrize("how", ["truncated", "empty", "edited", "flipped"])
 def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(whole: Path, tmp_path: Path, how: str):
     with pytest.raises(RuntimeError, match="a crash"):
-        train(Echo(), recipe=short_recipe(**STOCHASTIC), out=tmp_path, loggers=[Stop(5)])
+        train(Echo(), recipe=short_recipe(**STOCHASTIC), out=tmp_path, loggers=[CrashingLogger(5)])
     before = CheckpointFolder(tmp_path / "checkpoint")
     assert [int(path.stem) for path in before.paths] == [4, 3]
     damaged(before.paths[0], how)
@@ -417,7 +406,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(whole: Path
 
 def test_training_does_not_start_without_an_intact_checkpoint(tmp_path: Path):
     with pytest.raises(RuntimeError, match="a crash"):
-        train(Echo(), recipe=short_recipe(), out=tmp_path, loggers=[Stop(5)])
+        train(Echo(), recipe=short_recipe(), out=tmp_path, loggers=[CrashingLogger(5)])
     for path in CheckpointFolder(tmp_path / "checkpoint").paths:
         damaged(path, "truncated")
     with pytest.raises(
@@ -478,7 +467,7 @@ def test_whatever_call_fails_the_checkpoint_before_is_whole_and_the_run_goes_on(
 # --- Ctrl-C --------------------------------------------------------------------------------------------
 
 
-class Interrupting(Stop):
+class Interrupting(CrashingLogger):
     """A sink that presses Ctrl-C."""
 
     def write(self, record: dict) -> None:

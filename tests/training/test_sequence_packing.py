@@ -255,9 +255,9 @@ def stop_at(patch, step):
 
     before = TrainingRun.step
 
-    def stepping(self):
+    def stepping(self, batches):
         if self.progress.step == step:
             raise KeyboardInterrupt
-        return before(self)
+        return before(self, batches)
 
     patch.setattr(TrainingRun, "step", stepping)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .token_scores import TokenScore
+from ..generation.token_scores import TokenScore
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "stop"}
 

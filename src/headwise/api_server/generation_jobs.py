@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from ..generation import make_random_streams
 from ..generation.prompts import parse_prompts
 from ..generation.text_output import IncrementalDetokenizer, ModelTokenizer
+from ..generation.token_scores import score_tokens
 from ..models import Transformer
 from ..serving import Engine, RequestStream
 from .answers import Choice
 from .request_fields import FieldError, GenerationFields
-from .token_scores import score_tokens
 
 Prompt = str | list[int]
 

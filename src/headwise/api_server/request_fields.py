@@ -1,12 +1,13 @@
 """The fields of a request, read from its JSON and checked.
 
 Field names, defaults and types are those of OpenAI's HTTP interface (platform.openai.com/docs/api-reference), with
-`top_k`, `min_p` and `repetition_penalty` as other servers have them. Fields that would change the answer and are not
-supported are refused; fields that describe the caller are ignored.
+`top_k`, `min_p`, `repetition_penalty` and `structured_outputs` as vLLM has them. Fields that would change the answer
+and are not supported are refused; fields that describe the caller are ignored.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -27,7 +28,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
     "tools": (None, []),
     "functions": (None, []),
-    "response_format": (None, {"type": "text"}),
 }
 COMMON_FIELDS = (
     "model",
@@ -42,9 +42,12 @@ COMMON_FIELDS = (
     "stream",
     "stream_options",
     "logprobs",
+    "response_format",
+    "structured_outputs",
 )
 COMPLETION_FIELDS = (*COMMON_FIELDS, "prompt", "max_tokens", "echo")
 CHAT_FIELDS = (*COMMON_FIELDS, "messages", "max_tokens", "max_completion_tokens", "top_logprobs")
+RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 DEFAULT_TOKENS = 16
 DEFAULT_CHAT_TOKENS = 512
 
@@ -191,10 +194,44 @@ class _FieldReader:
         if temperature > 0:
             filters = {"top_p": top_p if top_p != 1 else None, "min_p": min_p or None}
             filters["top_k"] = top_k if top_k is not None and top_k > 0 else None
+        filters |= self._constraint()
         try:
             return DecodingConfig(stop=tuple(stops), repetition=self.number("repetition_penalty", 1.0), **filters)
         except ValueError as error:
             raise FieldError(str(error).split()[0], str(error)) from None
+
+    def _constraint(self) -> dict[str, str]:
+        """The regular expression or JSON schema of the output, as fields of `DecodingConfig`."""
+        form, outputs = self.body.get("response_format"), self.body.get("structured_outputs")
+        form_fields: Mapping[str, Any] = form if isinstance(form, Mapping) else {}
+        kind = form_fields.get("type")
+        if form is not None and kind not in RESPONSE_FORMATS:
+            raise FieldError(
+                "response_format", f"response_format={form!r}: give a type of {', '.join(RESPONSE_FORMATS)}"
+            )
+        if outputs is not None and not (isinstance(outputs, Mapping) and len(outputs.keys() & {"regex", "json"}) == 1):
+            example = '{"regex": "[0-9]+"}, or {"json": {"type": "object"}}'
+            raise FieldError("structured_outputs", f"structured_outputs={outputs!r}: give {example}")
+        if outputs is not None and kind not in (None, "text"):
+            raise FieldError("structured_outputs", "response_format and structured_outputs exclude each other")
+        if outputs is not None and "regex" in outputs:
+            return {"regex": outputs["regex"]}
+        if outputs is not None:
+            return {"json_schema": _schema_text(outputs["json"], "structured_outputs")}
+        if kind == "json_schema":
+            wrapper = form_fields.get("json_schema")
+            schema = wrapper.get("schema") if isinstance(wrapper, Mapping) else None
+            return {"json_schema": _schema_text(schema, "response_format")}
+        return {"json_schema": '{"type": "object"}'} if kind == "json_object" else {}
+
+
+def _schema_text(schema: Any, field: str) -> str:
+    """A JSON schema as text; clients send it as an object, or as its text."""
+    if isinstance(schema, str):
+        return schema
+    if not isinstance(schema, Mapping):
+        raise FieldError(field, f"the schema of {field} is missing; give an object such as {{'type': 'object'}}")
+    return json.dumps(schema)
 
 
 def _read_prompts(body: Mapping[str, Any]) -> list[str | list[int]]:

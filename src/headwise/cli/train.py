@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -59,8 +60,15 @@ EVERYDAY_OPTIONS = {
     "lr": RecipeOption("lr", float, "RATE", "peak learning rate (default: 0.002)"),
     "seed": RecipeOption("seed", int, "INT", "random seed of initial weights and dropout (default: 0)"),
     "device": RecipeOption("device", str, "NAME", "auto, cpu, cuda, cuda:1, ... (default: auto)"),
+    "sample-every": RecipeOption(
+        "sample_every", int, "STEPS", "print generated texts every this many steps; needs --sample (default: 0, never)"
+    ),
 }
 EXPERT_OPTIONS = {
+    "optimiser": RecipeOption("optimiser", str, "NAME", "adamw, muon or sgd (default: adamw)"),
+    "schedule": RecipeOption(
+        "schedule", str, "NAME", "constant, cosine, inverse-sqrt, one-cycle or wsd (default: one-cycle)"
+    ),
     "precision": RecipeOption(
         "precision", str, "NAME", "fp32, bf16, or auto, which measures which is faster (default: auto)"
     ),
@@ -81,11 +89,12 @@ MAX_TEXT_BYTES = 2**20  # largest recipe file that is read
 
 def main(argv: list[str]) -> int:
     """Train and print the scores; with several ranks, only one prints results or errors."""
+    started_at = time.perf_counter()  # before torch is imported
     from ..distributed import join_process_group
 
     with join_process_group() as launch:
         try:
-            _train(argv, launch)
+            _train(argv, launch, started_at)
         except (Exception, KeyboardInterrupt) as error:
             if not launch.claim_failure_report():
                 raise SystemExit(BAD_INPUT) from None
@@ -98,7 +107,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _train(argv: list[str], launch: ProcessInfo) -> None:
+def _train(argv: list[str], launch: ProcessInfo, started_at: float) -> None:
     args = _parser().parse_args(argv)
     _check_arguments(args)
     from ..models.save_load import MODEL_FOLDER
@@ -114,10 +123,12 @@ def _train(argv: list[str], launch: ProcessInfo) -> None:
     from ..training import ConsoleLogger, train
 
     model = None if args.model is None else _make_model(args.model, task, recipe)
-    loggers = [ConsoleLogger(), *args.loggers]
-    result = train(task, model, recipe, args.out, "allowed" if args.resume else "never", loggers)
+    startup = time.perf_counter() - started_at
+    loggers = [ConsoleLogger(startup=startup), *args.loggers]
+    result = train(task, model, recipe, args.out, "with-changes" if args.resume else "never", loggers)
+    data = result.data | {"seconds": result.seconds + startup}
     if launch.is_leader:
-        print_page(to_json(result.data) if args.json else _format_result(result.data, args.out))
+        print_page(to_json(data) if args.json else _format_result(data, args.out))
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
@@ -182,7 +193,19 @@ def _parser() -> CommandParser:
     )
     _add_recipe_options(parser, EVERYDAY_OPTIONS)
     add_set_argument(parser, "set a field of the task or recipe, as in task.digits=3, recipe.schedule=wsd; repeatable")
-    parser.add_argument("--resume", action="store_true", help="continue the run in this folder")
+    parser.add_argument(
+        "--sample",
+        dest="samples",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text that --sample-every continues; repeatable",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in this folder; given training options, such as more --steps, apply from there on",
+    )
     add_json_argument(parser)
     expert = parser.add_expert_group("execution and logging")
     _add_recipe_options(expert, EXPERT_OPTIONS)
@@ -218,11 +241,19 @@ def _parse_changes(assignments: list[str]) -> dict[str, dict[str, Any]]:
 
 def _make_recipe(args: argparse.Namespace, changes: Mapping[str, Any]) -> Recipe:
     from ..training.recipe import from_dict, from_toml
+    from ..training.run_history import read_run_recipe
 
-    base = from_toml(_read_text(args.recipe)) if args.recipe else None
-    values = {option.field: getattr(args, name) for name, option in (EVERYDAY_OPTIONS | EXPERT_OPTIONS).items()}
+    base = read_run_recipe(args.out) if args.resume else None
+    base = from_toml(_read_text(args.recipe), base) if args.recipe else base
+    values = {option.field: getattr(args, _dest(name)) for name, option in (EVERYDAY_OPTIONS | EXPERT_OPTIONS).items()}
     options = {name: value for name, value in values.items() if value is not None}
+    options |= {"sample_prompts": args.samples} if args.samples else {}
     return from_dict({**changes, **options}, base)
+
+
+def _dest(option: str) -> str:
+    """The attribute that argparse gives to an option."""
+    return option.replace("-", "_")
 
 
 def _read_text(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,10 +22,14 @@ class DecodingConfig:
     most likely that has this probability (1904.09751), `min_p` tokens with at least this fraction of the highest
     probability (2407.01082).
 
-    `beams` is the number of hypotheses searched at once; the `best` finished ones are returned. A score is the sum
-    of log-probabilities divided by length ** `length_penalty`; the length counts the end token (1609.08144 uses another
-    formula). An output stops before any text or id in `stop`, and before any id in `end` (None: the end ids of
-    `model.usage`; (): never).
+    `beams` is the number of hypotheses searched at once; the `best` finished ones are returned. With a temperature
+    above 0 the extensions of hypotheses are sampled instead of ranked, in proportion to the probability of the whole
+    hypothesis, and filters apply to them. A score is the sum of log-probabilities divided by length **
+    `length_penalty`; the length counts the end token (1609.08144 uses another formula). An output stops before any text
+    or id in `stop`, and before any id in `end` (None: the end ids of `model.usage`; (): never).
+
+    `regex` is a regular expression that the whole output matches, `json_schema` a JSON schema, as JSON text, that the
+    output satisfies; "{}" is any JSON. They need the package llguidance.
 
     Only the last `window` tokens of a prompt are used, and an output that reaches the model's last position continues
     from its last `window` tokens. `compile` says whether decode steps are compiled: "on", "off", or "auto" to compile
@@ -44,6 +49,8 @@ class DecodingConfig:
     best: int = 1
     stop: tuple[str | int, ...] = ()
     end: tuple[int, ...] | None = None
+    regex: str | None = None
+    json_schema: str | None = None
     window: int | None = None
     compile: str = "off"
 
@@ -66,11 +73,33 @@ class DecodingConfig:
             _check_count(name, getattr(self, name) or 0, f"give {name}=1 for one output")
         if self.best > self.beams:
             raise SpecError(f"cannot return best={self.best} of beams={self.beams} beams; give beams={self.best}")
+        self._check_constraint()
         if self.compile not in COMPILE_MODES:
             raise SpecError(f"compile={self.compile!r} is unknown; {suggest(str(self.compile), COMPILE_MODES)}")
         object.__setattr__(self, "stop", _parse_stops(self.stop))
         if self.end is not None:
             object.__setattr__(self, "end", _parse_ids("end", self.end))
+
+    def _check_constraint(self) -> None:
+        """Raise SpecError for constraints that are not texts, or not alone."""
+        for name in ("regex", "json_schema"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise SpecError(f"{name} must be a text, got {value!r}; for a schema write json.dumps(schema)")
+        if self.regex is not None and self.json_schema is not None:
+            raise SpecError("regex and json_schema exclude each other; leave one out")
+        if self.json_schema is not None:
+            try:
+                is_schema = isinstance(json.loads(self.json_schema), (dict, bool))
+            except (ValueError, RecursionError):
+                is_schema = False
+            if not is_schema:
+                raise SpecError(f'json_schema={self.json_schema!r} is not a JSON object; give {{"type": "object"}}')
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the output has to match a regular expression or a JSON schema."""
+        return self.regex is not None or self.json_schema is not None
 
     @property
     def filters(self) -> dict[str, float]:
@@ -100,16 +129,17 @@ def check_decoding(config: DecodingConfig, temperature: float, vocab_size: int) 
         raise SpecError(f"config must be a DecodingConfig, got {config!r}; give DecodingConfig(top_p=0.9), for example")
     if not (_is_number(temperature) and temperature >= 0):
         raise SpecError(f"temperature must be a finite number >= 0, got {temperature!r}; give 0 for no sampling")
-    if config.beams > 1 and temperature:
-        fact = f"cannot sample with beam search (beams={config.beams}, temperature={temperature})"
-        raise SpecError(f"{fact}; give temperature=0, or beams=1")
+    if config.beams > 1 and config.is_constrained:
+        name = "regex" if config.regex is not None else "json_schema"
+        raise SpecError(f"beam search does not support {name} (beams={config.beams}); give beams=1")
     if config.beams > vocab_size:
         fact = f"beams={config.beams} is more than the {vocab_size} tokens of the vocabulary"
         raise SpecError(f"{fact}; give at most beams={vocab_size}")
     if config.filters and not temperature:
         name, value = next(iter(config.filters.items()))
-        reason = "beam search does not sample" if config.beams > 1 else "temperature=0 does not sample"
-        raise SpecError(f"{name}={value} has no effect: {reason}; give temperature=1, or leave {name} out")
+        raise SpecError(
+            f"{name}={value} has no effect: temperature=0 does not sample; give temperature=1, or leave {name} out"
+        )
     for end_id in config.ends(()):
         if end_id >= vocab_size:
             raise SpecError(f"end id {end_id} is outside the vocabulary of {vocab_size}; give 0..{vocab_size - 1}")

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from ..masking.sequence_info import SequenceInfo
 from ..models.transformer import EncoderOutput, Transformer
+from ..ops.counter_rng import RandomStream
 from .decoding_config import DecodingConfig
 from .decoding_state import (
     NEG_INF,
     DecodingState,
     apply_repetition_penalty,
     eval_mode,
+    filter_logits,
     require_language_model,
     run_decode_steps,
     sample_tokens,
@@ -97,6 +99,7 @@ class BeamSearch:
     count: int
     ends: frozenset[int]
     ended: IsFinished
+    stream: RandomStream | None = None  # None ranks extensions, a stream samples them
     active: list[BeamHypothesis] = field(default_factory=lambda: [BeamHypothesis(0.0, ())])
     over: list[BeamHypothesis] = field(default_factory=list)
 
@@ -107,7 +110,7 @@ class BeamSearch:
             + log_probs.double().cpu()
         )
         num_ranked = max(2, 1 + len(self.ends)) * self.how.beams
-        values, places = sums.flatten().topk(min(num_ranked, sums.numel()))
+        values, places = self._choose_extensions(sums.flatten(), min(num_ranked, sums.numel()))
         before, self.active = self.active, []
         parents: list[int] = []
         for rank, (value, place) in enumerate(zip(values.tolist(), places.tolist(), strict=True)):
@@ -123,6 +126,14 @@ class BeamSearch:
         if self._is_decided:
             self.active = []
         return parents[: len(self.active)]
+
+    def _choose_extensions(self, sums: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Sums and indices of the extensions to consider, best first: the highest, or sampled without replacement."""
+        if self.stream is None:
+            return sums.topk(count)
+        places = torch.tensor(draw_without_replacement(sums, count, self.stream), dtype=torch.int64)
+        values, order = sums[places].sort(descending=True, stable=True)
+        return values, places[order]
 
     def _add_finished(self, answer: BeamHypothesis, rank: int) -> None:
         if rank < self.how.beams:
@@ -140,17 +151,52 @@ class BeamSearch:
         return self.active[0].value / best_length**self.how.length_penalty <= self.over[self.how.best - 1].value
 
 
+class BeamSampling(NamedTuple):
+    """Temperature of beam search with sampling, and the random stream of each prompt."""
+
+    temperature: float
+    streams: Sequence[RandomStream]
+
+
+def draw_without_replacement(log_weights: Tensor, count: int, stream: RandomStream) -> list[int]:
+    """Draw indices one after the other with probabilities proportional to exp(log_weights) of those that remain.
+
+    Each draw takes one number of the stream. Fewer are returned if fewer have a weight above 0.
+
+    >>> draw_without_replacement(torch.tensor([0.0, NEG_INF, 0.0]), 3, RandomStream(0)) in ([0, 2], [2, 0])
+    True
+    """
+    weights = log_weights.double().softmax(-1)
+    drawn = list[int]()
+    for _ in range(min(count, int((weights > 0).sum()))):
+        cumulative = weights.cumsum(-1)
+        below = torch.tensor(stream.uniform(), dtype=torch.float64) * cumulative[-1]
+        index = int(torch.searchsorted(cumulative, below, right=True))
+        index = min(index, int(weights.nonzero()[-1]))  # the product may round up to the total
+        drawn.append(index)
+        weights[index] = 0.0
+    return drawn
+
+
 def run_beam_search(
-    state: DecodingState, config: DecodingConfig, end_ids: frozenset[int], is_finished: IsFinished
+    state: DecodingState,
+    config: DecodingConfig,
+    end_ids: frozenset[int],
+    is_finished: IsFinished,
+    sampling: BeamSampling | None = None,
 ) -> list[list[BeamHypothesis]]:
     """Return the `best` finished hypotheses of each prompt, best first, with their end ids.
 
-    As in transformers, the repetition penalty applies to log-probabilities, which are not renormalised.
+    As in transformers, the repetition penalty, the temperature and the filters of sampling apply to log-probabilities,
+    which are not renormalised.
     """
-    searches = [BeamSearch(config, state.count, end_ids, is_finished) for _ in state.rows]
+    streams: Sequence[RandomStream | None] = [None] * len(state.rows) if sampling is None else sampling.streams
+    searches = [BeamSearch(config, state.count, end_ids, is_finished, stream) for stream in streams]
     while state.rows:
         logits = state.logits.to(torch.promote_types(state.logits.dtype, torch.float32))
         penalised = apply_repetition_penalty(logits.log_softmax(-1), state.texts, config.repetition)
+        if sampling is not None:
+            penalised = filter_logits(penalised / sampling.temperature, config)
         index, ids, at = list[int](), list[int](), 0
         for prompt, rows in groupby(state.rows):
             log_probs = penalised[at : (stop := at + len(list(rows)))]

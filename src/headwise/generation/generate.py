@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,8 @@ from .decoding_state import (
     run_decode_steps,
     sample_tokens,
 )
-from .decoding_strategies import BeamHypothesis, run_beam_search
+from .decoding_strategies import BeamHypothesis, BeamSampling, run_beam_search
+from .output_constraint import OutputConstraint, OutputGrammar, constrain_logits
 from .prompts import PromptBatch, parse_prompts, prepare_decoder_input
 from .text_output import Completion, IncrementalDetokenizer, load_tokenizers
 
@@ -157,8 +159,8 @@ class TextGenerator:
         with eval_mode(self.net):
             state = self._start_decoding(prompts)
             if self.how.beams > 1:
-                return self._beam_search(state, prompts)
-            for _ in run_decode_steps(state, self._make_chooser(state, streams), completions, self.count):
+                return self._beam_search(state, prompts, streams)
+            for _ in run_decode_steps(state, self._make_chooser(state, streams, completions), completions, self.count):
                 pass
         return [[_make_output(completion, prompts.kind)] for completion in completions]
 
@@ -170,7 +172,7 @@ class TextGenerator:
         return self._iter_pieces(
             completion,
             prompts.kind,
-            run_decode_steps(state, self._make_chooser(state, streams), [completion], self.count),
+            run_decode_steps(state, self._make_chooser(state, streams, [completion]), [completion], self.count),
         )
 
     def _iter_pieces(self, completion: Completion, kind: str, steps: Iterator[None]) -> Iterator[Any]:
@@ -191,10 +193,13 @@ class TextGenerator:
         self.on_compile_decision(state.choice)
         return state
 
-    def _make_chooser(self, state: DecodingState, streams: Sequence[RandomStream]) -> TokenChooser:
+    def _make_chooser(
+        self, state: DecodingState, streams: Sequence[RandomStream], completions: Sequence[Completion]
+    ) -> TokenChooser:
         """Return a function that picks the next tokens; each row samples from the stream of its prompt."""
 
         def choose(logits: Tensor, past: TokenHistory) -> list[int]:
+            logits = constrain_logits(logits, [completions[row] for row in state.rows], self.ends)
             row_streams = [streams[row] for row in state.rows] if streams else ()
             return sample_tokens(logits, past, temperature=self.temperature, config=self.how, streams=row_streams)
 
@@ -202,19 +207,29 @@ class TextGenerator:
 
     def answer(self, kind: str, prompt: list[int]) -> Completion:
         """Return an empty completion. For a prompt of ids, text is decoded only if there are stop texts."""
+        constraint = OutputConstraint(self._grammar) if self.how.is_constrained else None
         if kind == "ids" and not self.how.words:
-            return Completion(self.ends)
+            return Completion(self.ends, constraint=constraint)
         context_ids = prompt if self.net.spec.kind == "decoder" else ()
-        return Completion(self.ends, self.how.words, IncrementalDetokenizer(load_tokenizers(self.net)[1], context_ids))
+        detokenizer = IncrementalDetokenizer(load_tokenizers(self.net)[1], context_ids)
+        return Completion(self.ends, self.how.words, detokenizer, constraint)
 
-    def _beam_search(self, state: DecodingState, prompts: PromptBatch) -> list[list[GenerationOutput]]:
+    @cached_property
+    def _grammar(self) -> OutputGrammar:
+        """The constraint of the outputs, compiled for the tokenizer of the model."""
+        return OutputGrammar(load_tokenizers(self.net)[1], self.how)
+
+    def _beam_search(
+        self, state: DecodingState, prompts: PromptBatch, streams: Sequence[RandomStream]
+    ) -> list[list[GenerationOutput]]:
         ends, stops = self.ends, self.how.words
         tokenizer = load_tokenizers(self.net)[1] if stops else None
 
         def is_finished(ids: Sequence[int]) -> bool:
             return ids[-1] in ends or (tokenizer is not None and any(stop in tokenizer.text(ids) for stop in stops))
 
-        hypotheses = run_beam_search(state, self.how, ends, is_finished)
+        sampling = BeamSampling(self.temperature, streams) if self.temperature else None
+        hypotheses = run_beam_search(state, self.how, ends, is_finished, sampling)
         return [
             [self._beam_output(hypothesis, prompts.kind, row) for hypothesis in best]
             for best, row in zip(hypotheses, prompts.rows, strict=True)

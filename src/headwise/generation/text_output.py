@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from tokenizers import Encoding, Tokenizer
+from torch import Tensor
 
 from ..data.tokenizer_calls import decode_tokens, encode_tokens, parse_tokenizer
 from ..errors import SpecError, UnknownToken
@@ -23,11 +24,17 @@ class ModelTokenizer:
     """Wraps a `tokenizers` document (its JSON text); `specials` as in `ProcessorSpec`."""
 
     def __init__(self, document: str, specials: str = "text") -> None:
+        self.document: Any = json.loads(document)
         self._tokenizer = parse_tokenizer(document)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._specials = specials
-        self._unknown_id = _find_unknown_id(self._tokenizer, json.loads(document)["model"])
+        self._unknown_id = _find_unknown_id(self._tokenizer, self.document["model"])
+
+    @property
+    def size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def ids(self, text: str, specials: str | None = None) -> list[int]:
         """Return the ids of a text, without the ids that surround it."""
@@ -159,11 +166,29 @@ def load_tokenizers(net: Transformer) -> tuple[ModelTokenizer, ModelTokenizer]:
 # --- the output for one prompt --------------------------------------------------------------------------
 
 
+class TokenConstraint(Protocol):
+    """Protocol of a constraint of an output: it takes tokens until it is complete."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow."""
+        ...
+
+    def take(self, token_id: int) -> None:
+        """Advance by one token."""
+        ...
+
+    def allowed_tokens(self, end_ids: Collection[int], vocab_size: int) -> Tensor:
+        """Which ids may come next, as booleans."""
+        ...
+
+
 class Completion:
     """Collects the ids of one output until an end id arrives or the text contains a stop text.
 
     The end id and the stop text are not part of the output. Text that may still become a stop text is held back:
-    `take_new_ids` and `take_new_text` return what is new and final. Without a detokenizer there is no text.
+    `take_new_ids` and `take_new_text` return what is new and final. Without a detokenizer there is no text. With a
+    constraint, the output is also over when nothing can follow.
 
     >>> completion = Completion(end_ids={2})
     >>> for token_id in (5, 7, 2, 9):
@@ -177,9 +202,11 @@ class Completion:
         end_ids: Collection[int] = (),
         stop_texts: Sequence[str] = (),
         detokenizer: IncrementalDetokenizer | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> None:
         self.ids: list[int] = []
         self.over = False
+        self.constraint = constraint
         self._end_ids, self._stop_texts, self._detokenizer = end_ids, tuple(stop_texts), detokenizer
         self._searched = 0  # no stop text begins before this character
         self._stop_start: int | None = None  # character at which the stop text begins
@@ -199,10 +226,14 @@ class Completion:
             self.close()
             return
         self.ids.append(token_id)
+        if self.constraint is not None:
+            self.constraint.take(token_id)
         if self._detokenizer is not None:
             self._detokenizer.append(token_id)
             self._text_lengths.append(len(self._detokenizer.text) if self._detokenizer.whole else -1)
             self._find_stop()
+        if self.constraint is not None and self.constraint.is_complete:
+            self.close()
 
     def close(self) -> None:
         """End the output."""

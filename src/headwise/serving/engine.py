@@ -212,7 +212,9 @@ class Engine:
             raise ValueError(f"{fact}, but this attention pattern needs at least {self.memory.min_first_chunk}")
         numbers = seed if isinstance(seed, Numbers) else make_random_streams(seed, 1)[0]
         completion = generator.answer(prompts.kind, prompts.rows[0])
-        request = ServingRequest(ids, source, count, temperature, how, numbers, completion, prompts.kind)
+        request = ServingRequest(
+            ids, source, count, temperature, how, numbers, completion, prompts.kind, generator.ends
+        )
         max_length = self._runner.longest
         self.memory.check(request.tokens if max_length is None else min(request.tokens, max_length))
         return request

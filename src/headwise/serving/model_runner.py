@@ -17,6 +17,7 @@ from .requests import ServingRequest, split_by_size, split_prefill
 
 CALL_OVERHEAD_BYTES = 2**25  # fixed overhead of a call, as bytes that could be moved meanwhile
 CALL_OVERHEAD_TOKENS = 32  # cost of reading the weights once, as tokens that could be computed
+MAX_POSTPONED_STEPS = 16  # steps that only read prompts although rows could decode
 GATHER_PASSES = 3  # a gathered page is read, written, and read again
 MAX_RECORDED_STEPS = 2**16  # steps whose records are kept
 
@@ -41,6 +42,7 @@ class ModelRunner:
         self.net, self.memory, self.longest = net, memory, max_positions
         self.steps: deque[StepRecord] = deque(maxlen=MAX_RECORDED_STEPS)
         self.peak = self.shared = self.sources = 0  # bytes, tokens, tokens
+        self._num_postponed = 0  # steps in a row that only read prompts
         moved = sum(p.nbytes for p in list(net.stacks.values())[-1].parameters()) + CALL_OVERHEAD_BYTES
         self._call_cost_pages = moved / (GATHER_PASSES * memory.page_bytes) if memory.page_bytes else float("inf")
 
@@ -52,12 +54,26 @@ class ModelRunner:
         prompts = self._schedule_prefill([request for request in requests if request.is_prefilling])
         past = sum(request.row.length for request, _ in prompts)
         self._run_calls(prompts)
-        rows = [(request, 1) for request in requests if not request.ended and not request.is_prefilling]
+        rows = self._rows_to_decode(requests, is_reading=bool(prompts))
         context = sum(request.row.length + 1 for request, _ in rows)
         self._run_calls(rows)
         if prompts or rows:
             num_tokens, seconds = sum(count for _, count in prompts), perf_counter() - begun
             self.steps.append(StepRecord(len(rows), context, len(prompts), num_tokens, past, seconds))
+
+    def _rows_to_decode(self, requests: Sequence[ServingRequest], *, is_reading: bool) -> list[RequestPart]:
+        """The rows that get a token in this step: all whose prompts are read, or none.
+
+        A step of few rows takes almost as long as one of many. So the first rows of a burst wait for the others until
+        half of the prompts are read, unless that takes too long. Rows that have begun to decode never wait.
+        """
+        rows = [(request, 1) for request in requests if not request.ended and not request.is_prefilling]
+        num_waiting = sum(not request.ended and request.is_prefilling for request in requests)
+        is_burst = is_reading and num_waiting > len(rows) and all(request.num_output_ids <= 1 for request, _ in rows)
+        self._num_postponed = self._num_postponed + 1 if rows and is_burst else 0
+        if self._num_postponed > MAX_POSTPONED_STEPS:
+            self._num_postponed = 0
+        return [] if self._num_postponed else rows
 
     # --- prefill -------------------------------------------------------------------------------------------
 
@@ -188,20 +204,34 @@ class ModelRunner:
             self.memory.pool.book.publish_prefix(request.row, request.context)
         return [parts[n][0] for n in done], logits
 
+    def _constrain(self, request: ServingRequest, logits: Tensor) -> bool:
+        """Set the logits of tokens to -inf that a request does not allow; a request that allows none fails alone."""
+        if request.completion.constraint is not None:
+            try:
+                allowed = request.completion.constraint.allowed_tokens(request.end_ids, len(logits))
+            except ValueError as error:
+                request.fail(error)
+                return False
+            logits.masked_fill_(~allowed.to(logits.device), float("-inf"))
+        return True
+
     def _append_tokens(self, requests: Sequence[ServingRequest], logits: Tensor) -> None:
         """Choose and append the next token of each request; rows with equal options are sampled together."""
         groups: dict[object, list[int]] = defaultdict(list)
-        broken = logits.isnan().any(-1).tolist()
+        if any(request.config.is_constrained for request in requests):
+            logits = logits.clone()
+        broken = logits.amax(-1).isnan().tolist()  # a NaN is the maximum of its row
         for n, request in enumerate(requests):
             if broken[n]:
                 request.fail(ValueError("the model produced NaN logits; check its weights and the prompt"))
-            else:
+            elif self._constrain(request, logits[n]):
                 groups[request.temperature, request.config].append(n)
         for rows in groups.values():
             group = [requests[n] for n in rows]
             numbers = [request.numbers for request in group] if group[0].temperature else []
             past = [request.ids for request in group]
             temperature, how = group[0].temperature, group[0].config
-            ids = sample_tokens(logits[rows], past, temperature=temperature, config=how, streams=numbers)
+            chosen = logits if len(rows) == len(logits) else logits[rows]  # without a copy if all rows are alike
+            ids = sample_tokens(chosen, past, temperature=temperature, config=how, streams=numbers)
             for request, token_id in zip(group, ids, strict=True):
                 request.take(token_id)

@@ -58,6 +58,7 @@ class ServingRequest:
     numbers: Numbers
     completion: Completion
     kind: str  # of the prompt: "text" or "ids"
+    end_ids: frozenset[int] = frozenset()
     number: int = 0
     base: int = 0  # ids before this index have left the window
     num_output_ids: int = 0

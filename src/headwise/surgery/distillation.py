@@ -23,8 +23,8 @@ from ..model_spec import StackSpec
 from ..models import Transformer
 from ..models.embeddings_heads import TokenTypeInput
 from ..training.loop import InterruptGuard
+from ..training.optimisers import AdamWOptimiser, group_parameters
 from ..training.recipe import SCHEDULES, Recipe
-from ..training.train_step import AdamWOptimiser, group_parameters
 from .attention_replacement import replace_attentions
 
 # --- Batches and losses per text -----------------------------------------------------------------------

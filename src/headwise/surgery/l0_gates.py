@@ -16,8 +16,8 @@ from ..models import Transformer
 from ..presets import with_gates
 from ..progress import CountedMessage
 from ..spec.attention_spec import AttentionSpec
+from ..training.optimisers import AdamWOptimiser
 from ..training.recipe import Recipe
-from ..training.train_step import AdamWOptimiser
 from .attention_replacement import (
     AttentionChange,
     get_attention,

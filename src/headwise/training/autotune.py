@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from .train_step import (
 
 MAX_PLAIN_LENGTH = 512  # longest rows for which plain attention is tried
 MAX_FILL_RATIO = 0.95  # packing is not tried if a larger share of the rows is not padding
+PEAK_SECONDS = 0.1  # time of the products of one size
 SHARE = 0.05  # the trials of one option take at most this share of the run's estimated time
 
 
@@ -177,11 +179,20 @@ def _time_once(step: Callable[[], Any], wait: Callable[[], Any]) -> float:
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs per second of one large matrix product on this device: the reference for the MFU of a training step."""
-    size = 8192 if device.type == "cuda" else 512
-    left, right = torch.ones(2, size, size, device=device, dtype=dtype)
-    return (
-        2
-        * size**3
-        / measure_step_seconds(lambda: left @ right, lambda: synchronise_device(device), steps=1000, max_seconds=0.02)
-    )
+    """FLOPs per second of the fastest of several matrix products: the reference for the MFU of a training step.
+
+    It is measured once per process. Other processes on the machine may still disturb it, so a run that reaches more
+    raises its own reference.
+    """
+    return _measure_peak_flops(device, dtype, torch.get_num_threads())
+
+
+@cache
+def _measure_peak_flops(device: torch.device, dtype: torch.dtype, threads: int) -> float:
+    rates = list[float]()
+    for size in (4096, 8192) if device.type == "cuda" else (384, 768, 1536):
+        left, right = torch.ones(2, size, size, device=device, dtype=dtype)  # without drawing random numbers
+        wait = partial(synchronise_device, device)
+        seconds = measure_step_seconds(partial(torch.mm, left, right), wait, steps=10**6, max_seconds=PEAK_SECONDS)
+        rates.append(2 * size**3 / seconds)
+    return max(rates)

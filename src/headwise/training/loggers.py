@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from ..errors import SpecError, suggest
+from ..escaping import escape_terminal
 from ..files import JsonLines, read_lines, write_lines
 from ..progress import LINE_INTERVAL, format_duration
 
@@ -20,7 +21,7 @@ class MetricLogger(Protocol):
     """Protocol of a logger, which receives the records of a run in order.
 
     A record has an "event" and a "step". The events are "run" (the configuration, first), "note" (a message about the
-    run), "step" and "evaluation" (metrics), and "end" (the final metrics).
+    run), "step" and "evaluation" (metrics), "sample" (a generated text), and "end" (the final metrics).
     """
 
     def open(self, folder: Path, config: Record) -> None:
@@ -191,10 +192,13 @@ def _format_metrics(metrics: Mapping[str, float]) -> str:
 
 
 class ConsoleLogger:
-    """Prints progress for people, on stderr by default: a progress bar on a terminal, otherwise lines of text."""
+    """Prints progress for people, on stderr by default: a progress bar on a terminal, otherwise lines of text.
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+    `startup` are the seconds that the process took before it called `train`, for the time in all.
+    """
+
+    def __init__(self, stream: TextIO | None = None, startup: float = 0.0) -> None:
+        self._stream, self._startup = stream or sys.stderr, startup
         self._last_line_time = 0.0
         self._progress: Any = None
 
@@ -217,10 +221,11 @@ class ConsoleLogger:
             self._print_line(format_record(record))
         elif event == "note":
             self._print_line(record["says"])
+        elif event == "sample":
+            self._print_line(f"step {record['step']}, sample: {escape_terminal(record['prompt'] + record['text'])}")
         elif event == "end":
-            self._print_line(
-                f"{record['split']}: {_format_metrics(record['metrics'])}; {format_duration(record['seconds'])} in all"
-            )
+            duration = format_duration(record["seconds"] + self._startup)
+            self._print_line(f"{record['split']}: {_format_metrics(record['metrics'])}; {duration} in all")
 
     def close(self) -> None:
         """Stop the progress bar."""

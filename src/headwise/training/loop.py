@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
@@ -19,7 +18,7 @@ from ..data import Task
 from ..distributed import join_process_group
 from ..distributed.sharded_model import BatchForward
 from ..errors import SpecError, suggest
-from ..files import FolderLock, remove_temporary_files, write_atomically
+from ..files import FolderLock, read_lines, remove_temporary_files, write_atomically
 from ..kernels.compilation import compile_when_called
 from ..model_spec import ModelSpec
 from ..model_spec.serialization import MANIFEST_FILE
@@ -28,9 +27,13 @@ from ..models.save_load import MODEL_FOLDER
 from ..output_paths import check_output
 from ..progress import format_duration
 from ..spec.serialization import format_toml
+from .batch_prefetch import BatchPrefetcher
+from .learning_curves import CURVE_FILES, LearningCurves, save_curves
 from .loggers import JsonlLogger, MetricLogger, create_logger
 from .recipe import Recipe
+from .run_history import RecipeChange, format_history
 from .run_setup import TrainingSetup, describe_environment, omit_model
+from .sample_texts import sample_texts
 from .training_run import CHECKPOINT_FOLDER, CheckpointFolder, TrainingCheckpoint, TrainingRun
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -71,6 +74,13 @@ class InterruptGuard:
 
 # --- Model card ----------------------------------------------------------------------------------------
 
+CURVE_LINES = [
+    "",
+    "<picture>",
+    f'<source media="(prefers-color-scheme: dark)" srcset="{CURVE_FILES["dark"]}">',
+    f'<img src="{CURVE_FILES["light"]}" alt="Learning curves over the steps">',
+    "</picture>",
+]
 SPLIT_DESCRIPTIONS = {"valid": "held-out examples", "test": "the test split, evaluated once, after training"}
 
 
@@ -81,11 +91,14 @@ def render_training_card(run: TrainingRun, metrics: Mapping[str, float], split: 
     defaults, values = vars(Recipe()), vars(run.recipe)
     changed = [f"{name} = {format_toml(_to_plain(value))}" for name, value in values.items() if value != defaults[name]]
     lines = ["## Training", "", f"The task is {task.name} ({options})."]
+    reason = f" It ended because of this: {run.end_reason}." if run.is_out_of_patience else ""
     lines += [
         f"{run.progress.step} steps of {run.recipe.batch} examples in {choice.precision}, "
-        f"{format_duration(run.progress.seconds)} in total, with seed {run.recipe.seed}."
+        f"{format_duration(run.elapsed_seconds)} in total, with seed {run.recipe.seed}.{reason}"
     ]
     lines += ["", "Recipe, where it differs from the defaults:", "", "```toml", *changed, "```"] if changed else []
+    lines += format_history([RecipeChange.from_data(data) for data in run.history])
+    lines += CURVE_LINES if (run.folder / CURVE_FILES["light"]).exists() else []
     lines += [
         "",
         "## Scores",
@@ -109,7 +122,7 @@ def _format_chance(chance: Mapping[str, float], name: str) -> str:
 
 # --- The loop ------------------------------------------------------------------------------------------
 
-RESUME_MODES = ("never", "allowed")
+RESUME_MODES = ("never", "allowed", "with-changes")
 FINAL_FILE = "final.json"
 RecordWriter = Callable[[Mapping[str, Any]], None]
 
@@ -119,7 +132,8 @@ class TrainingResult:
     """Result of a training run: the model with the lowest validation loss, and its final metrics.
 
     `split` is the split of `metrics`: "test", or "valid" if the data has no test split. `best` is the step at which
-    the model was saved.
+    the model was saved. `ended` says why the run ended, and `history` how its recipe was changed on the way. `seconds`
+    counts everything from the call of `train` on, in all processes that worked on the run.
     """
 
     task: str
@@ -131,6 +145,8 @@ class TrainingResult:
     best: int | None
     precision: str
     compile: str
+    ended: str
+    history: Sequence[Mapping[str, Any]]
     net: Transformer = field(repr=False, compare=False)
 
     @property
@@ -151,8 +167,11 @@ def train(
 
     `model_spec` is the spec of a new model (default: `task.model()`), or a model, which is trained further in place.
     resume="allowed" continues a run of the same task, model and recipe in `out`, or starts one if there is none;
-    "never" raises SpecError if `out` holds a run. `loggers` receive all records: "tensorboard", "mlflow", "wandb",
-    "trackio", or objects of your own with the methods of `MetricLogger`.
+    "with-changes" also lets the recipe change from the next step on, for example to more steps or another learning
+    rate; "never" raises SpecError if `out` holds a run.
+
+    `loggers` receive all records: "tensorboard", "mlflow", "wandb", "trackio", or objects of your own with the methods
+    of `MetricLogger`.
 
     A run on the CPU that was killed at any moment and resumed ends with the same bits as an uninterrupted one.
     """
@@ -177,7 +196,9 @@ def _run_training(setup: TrainingSetup, resume: str, loggers: Sequence[MetricLog
         with _open_loggers(loggers if world.is_leader else [], run, omit_model(setup.config)) as write:
             for note in notes:
                 write({"event": "note", "step": run.progress.step, "says": note})
-            _run_steps(run, setup, write, interrupts)
+            ahead = {"ahead": run.recipe.prefetch, "stop": run.recipe.steps}
+            with BatchPrefetcher(setup.task, run.recipe.batch, **ahead) as batches:
+                _run_steps(run, setup, write, interrupts, batches)
             return _finish_run(run, write)
 
 
@@ -187,8 +208,19 @@ def _start_or_resume(setup: TrainingSetup, resume: str) -> tuple[TrainingRun, li
     if checkpoint is None:
         run = setup.start_run()
         return run, [*setup.task.notes, *setup.notes, *run.train_step.options.reasons]
-    run = setup.resume_run(checkpoint)
-    return run, [*damages, *setup.notes, f"resuming from step {checkpoint.step}", *run.train_step.options.reasons]
+    run, change = setup.resume_run(checkpoint, resume)
+    run.count_earlier_seconds(_read_final_seconds(setup.folder, checkpoint.step))
+    notes = [*damages, *setup.notes, f"resuming from step {checkpoint.step}", *([str(change)] if change else [])]
+    return run, [*notes, *run.train_step.options.reasons]
+
+
+def _read_final_seconds(folder: Path, step: int) -> float:
+    """Seconds that a run had taken when it ended at this step; 0 if it has not ended there."""
+    try:
+        final = json.loads((folder / FINAL_FILE).read_text())
+        return float(final["seconds"]) if final["steps"] == step else 0.0
+    except (OSError, ValueError, KeyError):
+        return 0.0
 
 
 def _find_checkpoint(folder: Path, resume: str) -> tuple[TrainingCheckpoint | None, list[str]]:
@@ -224,12 +256,16 @@ def _open_loggers(
         yield write
 
 
-def _run_steps(run: TrainingRun, setup: TrainingSetup, write: RecordWriter, interrupts: InterruptGuard) -> None:
+def _run_steps(
+    run: TrainingRun, setup: TrainingSetup, write: RecordWriter, interrupts: InterruptGuard, batches: BatchPrefetcher
+) -> None:
     """Take the remaining steps, with evaluations and checkpoints."""
     checkpoint_every = run.recipe.checkpoint_every
     while not run.is_finished:
-        write(run.step())
+        write(run.step(batches))
         is_best = False
+        if run.is_sample_due:
+            _write_samples(run, write)
         if run.is_evaluation_due:
             evaluation = run.evaluate()
             write(evaluation)
@@ -240,18 +276,37 @@ def _run_steps(run: TrainingRun, setup: TrainingSetup, write: RecordWriter, inte
         if is_best:
             run.save_model(render_training_card(run, evaluation["metrics"], "valid"))
         if is_interrupted and not run.is_finished:
+            _draw_curves(run)
             raise KeyboardInterrupt(f"interrupted at step {run.progress.step}; the checkpoint is in {run.folder}")
+
+
+def _write_samples(run: TrainingRun, write: RecordWriter) -> None:
+    """Generate texts on the leader; the other ranks hand it their parts of the model."""
+    net = run.sharded_model.gathered()
+    if run.world.is_leader:
+        for record in sample_texts(net, run.recipe, run.progress.step):
+            write(record)
+
+
+def _draw_curves(run: TrainingRun) -> None:
+    """Draw the learning curves into the folder, once at the end, because drawing takes half a second."""
+    if run.world.is_leader and run.progress.step:
+        records = read_lines(run.folder / JsonlLogger.NAME)
+        curves = LearningCurves.of(records, [change["step"] for change in run.history])
+        save_curves(run.folder, curves, f"{run.task.name}, {run.progress.step} steps of {run.recipe.batch} examples")
 
 
 def _finish_run(run: TrainingRun, write: RecordWriter) -> TrainingResult:
     """Evaluate the best weights on the final split, and save them in the folder."""
+    if run.is_out_of_patience:
+        write({"event": "note", "step": run.progress.step, "says": run.end_reason})
     net, damage = run.load_best()
     if damage:
         write({"event": "note", "step": run.progress.step, "says": damage})
-    start, split = time.perf_counter(), run.evaluator.final_split
+    split = run.evaluator.final_split
     metrics = run.evaluator.compute_metrics(BatchForward(net), split) | run.evaluator.score_generation(net, split)
-    seconds = run.progress.seconds + time.perf_counter() - start
-    choice = run.train_step.options
+    _draw_curves(run)
+    seconds, choice = run.elapsed_seconds, run.train_step.options
     result = TrainingResult(
         task=run.task.name,
         steps=run.progress.step,
@@ -262,10 +317,13 @@ def _finish_run(run: TrainingRun, write: RecordWriter) -> TrainingResult:
         best=run.progress.best,
         precision=choice.precision,
         compile=choice.compile,
+        ended=run.end_reason,
+        history=list(run.history),
         net=net.eval(),
     )
     if run.world.is_leader:
         save(net, run.folder, readme=render_training_card(run, metrics, split))
         write_atomically(run.folder / FINAL_FILE, json.dumps(result.data, indent=2).encode() + b"\n")
-    write({"event": "end", "step": run.progress.step, "metrics": metrics, "seconds": seconds, "split": split})
+    end = {"metrics": metrics, "seconds": seconds, "split": split, "ended": run.end_reason}
+    write({"event": "end", "step": run.progress.step, **end})
     return result

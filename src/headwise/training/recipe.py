@@ -20,7 +20,9 @@ ONE_CYCLE_DIVISOR = 25  # a one-cycle schedule starts at 1 / 25 of the peak, as 
 
 
 class ScheduleStep(NamedTuple):
-    """Position in a run: `step` of `steps`, counted from 1; numbers of warm-up and decay steps; the lowest factor."""
+    """Position in a schedule: `step` of `steps`, counted from 1; numbers of warm-up and decay steps; the lowest
+    factor.
+    """
 
     step: int
     steps: int
@@ -106,6 +108,7 @@ SCHEDULES: Mapping[str, Callable[[ScheduleStep], float]] = {
 
 RECIPE_CHOICES = {
     "schedule": tuple(SCHEDULES),
+    "optimiser": ("adamw", "muon", "sgd"),
     "decayed_parameters": ("matrices", "non-embeddings"),
     "precision": ("auto", "fp32", "bf16"),
     "compile": ("auto", "on", "off"),
@@ -122,6 +125,8 @@ RECIPE_RANGES: dict[str, tuple[float, float]] = {
     "warmup": (0, 1),
     "decay": (0, 1),
     "min_lr_ratio": (0, 1),
+    "schedule_start": (0, 10**9),
+    "momentum": (0, 0.9999),
     "eps": (1e-16, 1),
     "weight_decay": (0, 10),
     "clip": (0, 1e6),
@@ -134,7 +139,19 @@ RECIPE_RANGES: dict[str, tuple[float, float]] = {
     "patience": (0, 10**6),
     "checkpoint_every": (1, 10**9),
     "keep": (1, 10**4),
+    "sample_every": (0, 10**9),
+    "sample_tokens": (1, 10**6),
+    "prefetch": (0, 64),
 }
+# Fields that a run may change from one step on when it is resumed; the others decide what the run is.
+CHANGEABLE_FIELDS = (
+    *("steps", "lr", "schedule", "warmup", "decay", "min_lr_ratio", "schedule_start"),
+    *("momentum", "betas", "eps", "weight_decay", "clip", "label_smoothing"),
+    *("evaluate_every", "evaluate_batches", "patience", "checkpoint_every", "keep"),
+    *("sample_every", "sample_prompts", "sample_tokens"),
+)
+# Fields that change how fast a run is, and none of its numbers.
+FIELDS_WITHOUT_EFFECT = ("parallelism", "prefetch")
 
 
 @dataclass(frozen=True, repr=False)
@@ -143,8 +160,10 @@ class Recipe(CheckedDataclass):
 
     Optimisation: a step takes `batch` examples, in `accumulate` parts if memory is short. `lr` is the peak learning
     rate; `schedule` is its shape, with `warmup` and (for "wsd") `decay` as shares of the steps; it does not fall below
-    `min_lr_ratio` x `lr`. The optimiser is AdamW (1711.05101) with `betas`, `eps` and `weight_decay`, which applies to
-    all matrices (decayed_parameters="matrices") or to all but the token and position embeddings ("non-embeddings").
+    `min_lr_ratio` x `lr`. With `schedule_start` the schedule covers the steps after this one, and the first
+    `schedule_start` steps have its first rate. `optimiser` is "adamw" (1711.05101), "muon" (matrices of layers by
+    Muon, the rest by AdamW) or "sgd". AdamW has `betas` and `eps`, Muon and SGD have `momentum`. `weight_decay` applies
+    to all matrices (decayed_parameters="matrices") or to all but the token and position embeddings ("non-embeddings").
     `clip` bounds the gradient norm; 0 turns clipping off. `aux_losses` are the weights of auxiliary losses by
     name, such as (("balance", 0.01),). Every `redraw_features` steps, the random features of linear attention are
     sampled again, as by `hw.redraw_features`; 0 turns that off. `init` is the initialisation of new tensors, as in
@@ -152,13 +171,15 @@ class Recipe(CheckedDataclass):
 
     Evaluation and checkpoints: every `evaluate_every` steps, `evaluate_batches` held-out batches are evaluated.
     Training stops early after `patience` evaluations without a lower loss; 0 turns that off. Every `checkpoint_every`
-    steps a checkpoint is written; the last `keep` and the best one are kept.
+    steps a checkpoint is written; the last `keep` and the best one are kept. Every `sample_every` steps,
+    `sample_tokens` tokens are generated after each text of `sample_prompts`; 0 turns that off.
 
     Execution: `precision`, `compile`, `attention` and `rows` are chosen by trial steps if they are "auto".
     attention="plain" runs the operations of attention one by one, "fused" lets each layer choose a backend.
     rows="packed" concatenates the texts of a batch into one row, "padded" pads each to the longest.
     activations="recompute" recomputes the activations of each block in the backward pass. `parallelism` is how the
-    ranks of torchrun divide the work, such as "data=2" or "data=2,shards=2"; "auto" is data parallelism.
+    ranks of torchrun divide the work, such as "data=2" or "data=2,shards=2"; "auto" is data parallelism. `prefetch` is
+    the number of batches that a thread prepares ahead; 0 prepares each when it is needed.
 
     >>> Recipe(steps=600, lr=0.003)
     Recipe(steps=600, lr=0.003)
@@ -175,6 +196,9 @@ class Recipe(CheckedDataclass):
     warmup: float = 0.1
     decay: float = 0.2
     min_lr_ratio: float = 0.0
+    schedule_start: int = 0
+    optimiser: str = "adamw"
+    momentum: float = 0.95
     betas: tuple[float, ...] = (0.9, 0.98)
     eps: float = 1e-8
     weight_decay: float = 0.1
@@ -191,6 +215,9 @@ class Recipe(CheckedDataclass):
     patience: int = 0
     checkpoint_every: int = 100
     keep: int = 2
+    sample_every: int = 0
+    sample_prompts: tuple[str, ...] = ()
+    sample_tokens: int = 64
     precision: str = "auto"
     compile: str = "auto"
     attention: str = "auto"
@@ -198,6 +225,7 @@ class Recipe(CheckedDataclass):
     activations: str = "keep"
     device: str = "auto"
     parallelism: str = "auto"
+    prefetch: int = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -208,6 +236,9 @@ class Recipe(CheckedDataclass):
             if len(term) != 2 or not isinstance(term[0], str) or not _is_number(term[1]):
                 fact = f"aux_losses={self.aux_losses!r} must be pairs of a name and a weight"
                 raise SpecError(f"{fact}; write for example aux_losses=(('balance', 0.01),)")
+        if not all(isinstance(prompt, str) and prompt for prompt in self.sample_prompts):
+            fact = f"sample_prompts={self.sample_prompts!r} must be texts"
+            raise SpecError(f"{fact}; write for example sample_prompts=('Once upon a time',)")
         if self.parallelism != AUTO:
             Parallelism.parse(self.parallelism)
         self._check_combinations()
@@ -218,8 +249,11 @@ class Recipe(CheckedDataclass):
         >>> [Recipe(steps=10, lr=0.5, schedule="wsd").lr_at(step) for step in (1, 8, 9, 10)]
         [0.5, 0.5, 0.25, 0.0]
         """
-        warmup, decay = self.warmup * self.steps, self.decay * self.steps
-        return self.lr * SCHEDULES[self.schedule](ScheduleStep(step, self.steps, warmup, decay, self.min_lr_ratio))
+        steps = self.steps - self.schedule_start
+        position = ScheduleStep(
+            max(step - self.schedule_start, 1), steps, self.warmup * steps, self.decay * steps, self.min_lr_ratio
+        )
+        return self.lr * SCHEDULES[self.schedule](position)
 
     def _check_combinations(self) -> None:
         """Raise SpecError for values that are valid alone but not together."""
@@ -234,6 +268,9 @@ class Recipe(CheckedDataclass):
         if self.schedule == "wsd" and self.warmup + self.decay > 1:
             fact = f"warmup={self.warmup} and decay={self.decay} are shares of the steps and exceed 1 together"
             raise SpecError(f"{fact}; use decay={1 - self.warmup:g} or less")
+        if self.schedule_start >= self.steps:
+            fact = f"schedule_start={self.schedule_start} leaves no step of steps={self.steps} for the schedule"
+            raise SpecError(f"{fact}; use schedule_start={self.steps - 1} or less")
         if self.lr * self.weight_decay >= 1:
             fact = f"weight_decay={self.weight_decay} with lr={self.lr} flips the sign of every weight"
             raise SpecError(f"{fact}; use weight_decay below {1 / self.lr:g}")
@@ -246,7 +283,8 @@ def _is_number(value: Any) -> bool:
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """All fields of a recipe as plain values."""
     values = {f.name: getattr(recipe, f.name) for f in fields(Recipe)}
-    return values | {"betas": list(recipe.betas), "aux_losses": dict(recipe.aux_losses)}
+    lists = {"betas": list(recipe.betas), "sample_prompts": list(recipe.sample_prompts)}
+    return values | lists | {"aux_losses": dict(recipe.aux_losses)}
 
 
 # Names that fields and choices had in the first recipes and checkpoints.
@@ -259,7 +297,15 @@ OLD_FIELD_NAMES = {
     "spread": "parallelism",
 }
 # Fields that recipes of earlier versions lack, with the values that say what those versions did.
-VALUES_BEFORE_FIELDS: Mapping[str, Any] = {"redraw_features": 0}
+VALUES_BEFORE_FIELDS: Mapping[str, Any] = {
+    "redraw_features": 0,
+    "schedule_start": 0,
+    "optimiser": "adamw",
+    "momentum": 0.95,
+    "sample_every": 0,
+    "sample_prompts": [],
+    "sample_tokens": 64,
+}
 OLD_CHOICES = {("decayed_parameters", "maps"): "non-embeddings"}
 
 

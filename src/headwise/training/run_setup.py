@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -33,9 +34,11 @@ from ..presets import design
 from ..spec.attention_spec import AttentionSpec
 from .autotune import StepTrial
 from .loss import check_batch, check_model, has_same_vocabulary
-from .recipe import VALUES_BEFORE_FIELDS, Recipe, rename_old_fields, to_dict
+from .recipe import FIELDS_WITHOUT_EFFECT, VALUES_BEFORE_FIELDS, Recipe, rename_old_fields, to_dict
+from .run_history import RecipeChange, find_changes
+from .sample_texts import check_samples
 from .train_step import StepOptions, TrainStep
-from .training_run import TrainingCheckpoint, TrainingRun, derive_worker_seed, describe_first_difference
+from .training_run import TrainingCheckpoint, TrainingRun, derive_worker_seed
 
 # --- Replacing the attention of a model ----------------------------------------------------------------
 
@@ -112,16 +115,19 @@ class TrainingSetup:
     first_batch: Batch
     config: Mapping[str, Any]
     ranks: ProcessMesh
+    started_at: float  # time.perf_counter() when training was called
 
     @staticmethod
     def of(
         task: Task, model_spec: ModelSpec | Transformer | None, recipe: Recipe, folder: Path, launch: ProcessInfo
     ) -> TrainingSetup:
         """Check the arguments of `train` and that they are equal on all ranks; raises SpecError."""
+        started_at = time.perf_counter()
         world = ProcessMesh(launch, Parallelism.over(recipe.parallelism, launch.size), resolve_device(recipe.device))
         if world.size > 1:
             check_same_config(world, {**fingerprint_code(), "parallelism": recipe.parallelism})
         setup = world.run_on_all(lambda: TrainingSetup._of(task, model_spec, recipe, folder, world))
+        setup = replace(setup, started_at=started_at)
         if world.size > 1:
             check_same_config(
                 world, {**setup.config, "weights": setup.initial_model and hash_weights(setup.initial_model)}
@@ -146,8 +152,9 @@ class TrainingSetup:
         check_batch(first_batch, spec, "batch 0")
         check_partition(spec, world.parallelism)
         check_ranks(recipe, world)
+        check_samples(recipe, spec, task.usage)
         config = build_config(task, spec, recipe, first_batch)
-        return TrainingSetup(task, spec, recipe, folder, net, first_batch, config, world)
+        return TrainingSetup(task, spec, recipe, folder, net, first_batch, config, world, time.perf_counter())
 
     @property
     def notes(self) -> list[str]:
@@ -176,20 +183,27 @@ class TrainingSetup:
         run.save_checkpoint(self.config)
         return run
 
-    def resume_run(self, checkpoint: TrainingCheckpoint) -> TrainingRun:
-        """The run of a checkpoint; raises SpecError if its configuration is another."""
-        if difference := describe_first_difference(rename_old_keys(checkpoint.state["config"]), self.config):
-            remedy = "resume with the old value, or train into another folder"
-            raise SpecError(f"{self.folder} holds a run with another configuration: {difference}; {remedy}")
+    def resume_run(self, checkpoint: TrainingCheckpoint, resume: str) -> tuple[TrainingRun, RecipeChange | None]:
+        """The run of a checkpoint, and how its recipe changes; raises SpecError for changes that are not allowed.
+
+        A change is saved at once. It starts the patience of early stopping anew.
+        """
+        old_config = rename_old_keys(checkpoint.state["config"])
+        change = find_changes(checkpoint.step, old_config, self.config, resume, self.folder)
         run = self._make_run(self._make_model(), StepOptions(**checkpoint.state["choice"]))
         run.restore(checkpoint)
-        return run
+        if change is not None:
+            run.history.append(change.data)
+            run.progress.waited = 0
+            run.save_checkpoint(self.config)
+        return run, change
 
     def _make_run(self, net: Transformer, choice: StepOptions) -> TrainingRun:
         """A run with the part of the model that belongs to this rank; options that its layout excludes are changed."""
         possible = choice if self.ranks.parallelism.shards == 1 else replace(choice, compile="off")
         possible = possible if self.ranks.parallelism.context == 1 else replace(possible, rows="padded")
-        return TrainingRun(self.task, TrainStep(shard_model(net, self.ranks), self.recipe, possible), self.folder)
+        train_step = TrainStep(shard_model(net, self.ranks), self.recipe, possible)
+        return TrainingRun(self.task, train_step, self.folder, self.started_at)
 
     @property
     def _trial_recipe(self) -> Recipe:
@@ -216,8 +230,8 @@ class TrainingSetup:
 def build_config(task: Task, model_spec: ModelSpec, recipe: Recipe, first: Batch) -> dict[str, Any]:
     """Everything that determines the numbers of a run, as plain values; `first` is its first batch."""
     options = {f.name: getattr(task, f.name) for f in fields(task)}
-    # Without `parallelism`: a run may be resumed on another number of ranks.
-    recipe_entries = {name: value for name, value in to_dict(recipe).items() if name != "parallelism"}
+    # A run may be resumed on another number of ranks.
+    recipe_entries = {name: value for name, value in to_dict(recipe).items() if name not in FIELDS_WITHOUT_EFFECT}
     config = {
         "task": {"name": task.name, **options},
         "recipe": recipe_entries,
@@ -251,6 +265,9 @@ def check_ranks(recipe: Recipe, ranks: ProcessMesh) -> None:
         raise SpecError(
             f"compile='on' does not support collectives inside layers ({ranks.parallelism}); use compile='off'"
         )
+    if recipe.optimiser == "muon" and max(ranks.parallelism.shards, ranks.parallelism.tensor) > 1:
+        fact = f"optimiser='muon' needs whole matrices on every rank, and {ranks.parallelism} divides them"
+        raise SpecError(f"{fact}; use parallelism='data={ranks.size}', or optimiser='adamw'")
     if ranks.parallelism.context > 1 and recipe.rows == "packed":
         raise SpecError(f"rows='packed' does not support context parallelism ({ranks.parallelism}); use rows='padded'")
     rows = recipe.batch // recipe.accumulate

@@ -29,10 +29,12 @@ from ..model_spec import ExpertsSpec, FeedForwardSpec, ModelSpec, StackSpec
 from ..models import Transformer, save
 from ..nn import redraw_features
 from .autotune import measure_peak_flops
+from .batch_prefetch import BatchPrefetcher
 from .evaluation import TaskEvaluator
 from .loss import check_batch
+from .optimisers import ParameterGroups, get_parameter_name, group_parameters, make_optimiser
 from .recipe import Recipe
-from .train_step import AdamWOptimiser, ParameterGroups, TrainStep, get_parameter_name, group_parameters
+from .train_step import TrainStep
 
 # --- Checkpoints ---------------------------------------------------------------------------------------
 
@@ -137,6 +139,15 @@ def read_checkpoint(path: Path) -> TrainingCheckpoint:
             "resume with the version of headwise that wrote it"
         )
     return TrainingCheckpoint(state["step"], tensors, state)
+
+
+def read_checkpoint_state(path: Path) -> dict[str, Any] | None:
+    """The JSON state of a checkpoint without its tensors, which are not verified; None if it cannot be read."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return json.loads((file.metadata() or {})["state"])
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError):
+        return None
 
 
 def describe_first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
@@ -295,22 +306,24 @@ class RunProgress:
     best: int | None = None  # step with the lowest validation loss
     loss: float | None = None  # that loss
     waited: int = 0  # evaluations since then
-    seconds: float = 0.0  # total time of steps and evaluations
+    seconds: float = 0.0  # total time of all processes that worked on the run, from their start
 
 
 class TrainingRun:
     """State of a training run: the model, its optimiser and the progress."""
 
-    def __init__(self, task: Task, train_step: TrainStep, folder: Path) -> None:
+    def __init__(self, task: Task, train_step: TrainStep, folder: Path, started_at: float) -> None:
         self.task, self.train_step, self.folder = task, train_step, folder
         self.net: Transformer = train_step.net
         self.recipe: Recipe = train_step.recipe
         self.sharded_model, self.world, self.device = train_step.sharded_model, train_step.world, train_step.device
         self.groups = group_parameters(self.sharded_model.own, self.net.spec, self.recipe.decayed_parameters)
-        self.optimiser = AdamWOptimiser(self.groups, self.recipe)
+        self.optimiser = make_optimiser(self.groups, self.recipe, self.net.spec)
         self.checkpoints = CheckpointFolder(folder / CHECKPOINT_FOLDER, self.recipe.keep)
         self.evaluator = TaskEvaluator(task, self.recipe, train_step.options, self.world)
         self.progress = RunProgress()
+        self.history: list[dict[str, Any]] = []  # changes of the recipe, as plain values
+        self._started_at, self._earlier_seconds = started_at, 0.0
         self.peak_flops = measure_peak_flops(self.device, train_step.options.dtype or torch.float32)
         self._pace: float | None = None
         self._flops: dict[tuple[Any, ...], int] = {}
@@ -318,18 +331,49 @@ class TrainingRun:
     @property
     def is_finished(self) -> bool:
         """Whether all steps are taken, or `patience` evaluations brought no lower loss."""
-        waited = self.recipe.patience and self.progress.waited >= self.recipe.patience
-        return self.progress.step >= self.recipe.steps or bool(waited)
+        return self.progress.step >= self.recipe.steps or self.is_out_of_patience
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """Whether `patience` evaluations brought no lower loss."""
+        return 0 < self.recipe.patience <= self.progress.waited
+
+    @property
+    def end_reason(self) -> str:
+        """Why a finished run has ended, as a sentence."""
+        progress = self.progress
+        if not self.is_out_of_patience:
+            return f"all {self.recipe.steps} steps are taken"
+        count = f"{progress.waited} evaluation" + "s" * (progress.waited != 1)
+        lowest = f"the lowest, {progress.loss:.4f}, was at step {progress.best}"
+        return (
+            f"stopped early at step {progress.step} of {self.recipe.steps}: no lower validation loss in {count} "
+            f"(patience={self.recipe.patience}); {lowest}"
+        )
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Seconds since the run was started, start-up included, without the time in which no process worked on it."""
+        return self._earlier_seconds + time.perf_counter() - self._started_at
+
+    def count_earlier_seconds(self, seconds: float) -> None:
+        """Count what an ended run took after its last checkpoint; `seconds` is its time until the end."""
+        self._earlier_seconds = max(self._earlier_seconds, seconds)
+
+    @property
+    def is_sample_due(self) -> bool:
+        """Whether texts are to be generated after the current step."""
+        return bool(self.recipe.sample_every) and self.progress.step % self.recipe.sample_every == 0
 
     @property
     def is_evaluation_due(self) -> bool:
         """Whether the model is to be evaluated after the current step."""
         return self.progress.step % self.recipe.evaluate_every == 0 or self.progress.step == self.recipe.steps
 
-    def step(self) -> dict[str, Any]:
+    def step(self, batches: BatchPrefetcher) -> dict[str, Any]:
         """Take one training step; returns its record for the loggers."""
         start, step = time.perf_counter(), self.progress.step + 1
-        batch = self.task.batch(step - 1, self.recipe.batch, "train")
+        batch = batches.get(step - 1)
         check_batch(batch, self.net.spec, f"batch {step - 1}")
         self.net.train()
         if self.recipe.redraw_features and step > 1 and (step - 1) % self.recipe.redraw_features == 0:
@@ -344,13 +388,12 @@ class TrainingRun:
         self.optimiser.step(rate)
         self.progress.step = step
         seconds = time.perf_counter() - start
-        self.progress.seconds += seconds
         record = {"event": "step", "step": step, "loss": loss.item(), "rate": rate, "norm": norm.item()}
         return record | self._throughput(batch, seconds)
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluate the model on the validation split and update `progress`; returns the record for the loggers."""
-        start, step, best_loss = time.perf_counter(), self.progress.step, self.progress.loss
+        step, best_loss = self.progress.step, self.progress.loss
         metrics = self.evaluator.compute_metrics(self.sharded_model.path, "valid")
         if not math.isfinite(metrics["loss"]):
             raise TrainingDiverged(self._divergence_message(f"step {step}: the validation loss is {metrics['loss']}"))
@@ -358,7 +401,6 @@ class TrainingRun:
             self.progress.best, self.progress.loss, self.progress.waited = step, metrics["loss"], 0
         else:
             self.progress.waited += 1
-        self.progress.seconds += time.perf_counter() - start
         return {"event": "evaluation", "step": step, "metrics": metrics, "best": self.progress.best == step}
 
     def save_checkpoint(self, config: Mapping[str, Any]) -> None:
@@ -366,7 +408,9 @@ class TrainingRun:
         tensors = {f"model {name}": value for name, value in self._gather_on_leader(self.sharded_model.tensors())}
         tensors |= {f"optimiser {key}": value for key, value in self._gather_on_leader(self._optimiser_tensors())}
         tensors |= {f"random {name}": value for name, value in self._rng_states().items()}
+        self.progress.seconds = self.elapsed_seconds
         state = {"config": config, "choice": asdict(self.train_step.options), "progress": asdict(self.progress)}
+        state["history"] = self.history
         if self.world.is_leader:
             self.checkpoints.save(TrainingCheckpoint(self.progress.step, tensors, state), self.progress.best)
 
@@ -401,6 +445,8 @@ class TrainingRun:
             {key: self.sharded_model.part(get_parameter_name(key), value) for key, value in moments}
         )
         self.progress = RunProgress(**checkpoint.state["progress"])
+        self._earlier_seconds = self.progress.seconds
+        self.history = list(checkpoint.state.get("history", []))  # absent from checkpoints of earlier versions
         self._restore_rng(checkpoint.tensors_of_kind("random"))
 
     def _gather_on_leader(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -430,10 +476,13 @@ class TrainingRun:
 
     def _throughput(self, batch: Batch, seconds: float) -> dict[str, float]:
         self._pace = seconds if self._pace is None else TIME_SMOOTHING * self._pace + (1 - TIME_SMOOTHING) * seconds
+        flops = self._required_flops(batch) / seconds / self.world.size
+        # A step that reaches more than was measured shows that the measurement was disturbed.
+        self.peak_flops = max(self.peak_flops, flops)
         return {
             "seconds": seconds,
             "tokens_per_second": count_batch_tokens(self.net.spec, batch) / seconds,
-            "mfu": self._required_flops(batch) / seconds / self.peak_flops / self.world.size,
+            "mfu": flops / self.peak_flops,
             "left": self._pace * (self.recipe.steps - self.progress.step),
         }
 

@@ -18,7 +18,8 @@ from ...masking.sequence_info import SequenceInfo
 from ...models import Transformer, build
 from ...training import Recipe
 from ...training.loss import count_labels, cross_entropy
-from ...training.train_step import AdamWOptimiser, StepOptions, TrainStep, group_parameters
+from ...training.optimisers import AdamWOptimiser, group_parameters
+from ...training.train_step import StepOptions, TrainStep
 from ..benchmark_case import BenchmarkCase, CaseCount, CaseKind, MissingPeer, SpeedTarget, TimedCall
 
 HISTORY = (

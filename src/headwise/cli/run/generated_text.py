@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ...data.translation import SacreBleuScores, score_translations
-from ...escaping import escape_page
+from ...escaping import escape_page, escape_terminal
 from ...generation import PromptBatch, TextGenerator, encode_prompt
 from ...generation.decoding_config import DecodingConfig
 from ...generation.decoding_state import CompileDecision, ignore_decision
 from ...generation.generate import GenerationOutput
+from ...generation.prompts import get_decoder_start_ids
+from ...generation.text_output import load_tokenizers
+from ...generation.token_scores import TokenScore, score_tokens
 from ...models import Transformer
 from ...ops.counter_rng import RandomStream
 from ..arguments import print_page, to_json
@@ -36,7 +39,7 @@ def answer(model: Transformer, args: argparse.Namespace) -> int:
     generator = TextGenerator.of(model, max_new_tokens, args.temperature or 0.0, decoding, on_decision)
     seed = RandomStream(secrets.randbits(63) if args.seed is None else args.seed).seed  # shared by all lines
     form, scores = "document" if args.json else "lines", TranslationScores.from_file(args.score, args.score_tokenize)
-    writer = AnswerWriter(generator, seed, form, scores, notices)
+    writer = AnswerWriter(generator, seed, form, scores, notices, args.logprobs)
     read = partial(encode_prompt, model, max_new_tokens=max_new_tokens, window=decoding.window)
     if args.text is not None:
         writer.write_one(InputLine(1, args.text, read(args.text)))
@@ -52,9 +55,16 @@ def answer(model: Transformer, args: argparse.Namespace) -> int:
 def parse_decoding(args: argparse.Namespace) -> DecodingConfig:
     """Return the decoding configuration that the options describe."""
     options = {name: getattr(args, name) for name in (option.replace("-", "_") for option in DECODING_OPTIONS)}
-    return DecodingConfig(
-        **{name: value for name, value in options.items() if value is not None}, stop=tuple(args.stop or ())
-    )
+    schema = None if args.json_schema is None else _read_schema(args.json_schema)
+    chosen = {name: value for name, value in options.items() if value is not None}
+    return DecodingConfig(**chosen, stop=tuple(args.stop or ()), json_schema=schema)
+
+
+def _read_schema(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{name!r} cannot be read: {error}; give a file with a JSON schema") from None
 
 
 def parse_length(args: argparse.Namespace) -> int:
@@ -84,11 +94,12 @@ class AnswerWriter:
     form: str
     scores: TranslationScores | None
     compile_notices: CompileNotices
+    num_logprobs: int | None = None  # the likeliest tokens to print beside each token; None for no log-probabilities
     documents: list[dict[str, Any]] = field(default_factory=list)
 
     def write_one(self, line: InputLine[list[int]]) -> None:
         """Generate and print one answer, token by token unless beams or JSON are requested."""
-        if self.form == "document" or self.generation.how.beams > 1:
+        if self.form == "document" or self.generation.how.beams > 1 or self.num_logprobs is not None:
             self.write_batch([line], [line])
             return
         text = ""
@@ -104,11 +115,14 @@ class AnswerWriter:
         outputs_of_line = {line.number: outputs for line, outputs in zip(ready, results, strict=True)}
         for line in lines:
             outputs = outputs_of_line.get(line.number, [])
+            token_scores = [self._score_tokens(line, output) for output in outputs]
             self._score(outputs[0].text if outputs else "")
             if self.form == "document":
-                self.documents.append(_answer_to_dict(line, outputs))
+                self.documents.append(_answer_to_dict(line, outputs, token_scores))
             else:
                 self._write_answer(line, outputs)
+                for table in token_scores if self.num_logprobs is not None else ():
+                    print_page(format_token_scores(table))
 
     def finish(self) -> None:
         """Print the JSON document and the scores."""
@@ -131,6 +145,17 @@ class AnswerWriter:
             print_page("" if self.generation.how.best == 1 else f"{line.number}\t\t")
         sys.stdout.flush()
 
+    def _score_tokens(self, line: InputLine[list[int]], output: GenerationOutput) -> list[TokenScore]:
+        """Log-probabilities of the tokens of an output; empty without --logprobs."""
+        if self.num_logprobs is None or line.read is None:
+            return []
+        net = self.generation.net
+        is_translation = net.spec.kind == "encoder-decoder"
+        prompt = list(get_decoder_start_ids(net)) if is_translation else line.read
+        source = line.read if is_translation else ()
+        tokenizer = load_tokenizers(net)[1]
+        return score_tokens(net, tokenizer, [*prompt, *output.ids], len(prompt), self.num_logprobs, source)
+
     def _score(self, text: str | None) -> None:
         if self.scores:
             self.scores.hypotheses.append(re.sub(r"[\r\n]+", " ", text or ""))
@@ -143,11 +168,37 @@ def _generation_inputs(lines: Sequence[InputLine[list[int]]]) -> PromptBatch:
     return PromptBatch([line.read for line in lines if line.read is not None], "text", "together")
 
 
-def _answer_to_dict(line: InputLine[list[int]], outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
+def format_token_scores(scores: Sequence[TokenScore]) -> str:
+    """A table of tokens with their log-probabilities (natural logarithm), and the likeliest tokens at each place.
+
+    >>> print(format_token_scores([TokenScore("fox", -0.25, [("fox", -0.25), ("dog", -1.75)])]))
+    token               logprob  likeliest
+    'fox'               -0.2500  'fox' -0.2500, 'dog' -1.7500
+    """
+    lines = [f"{'token':<18}{'logprob':>9}  likeliest".rstrip()]
+    for score in scores:
+        likeliest = ", ".join(f"{_quote(text)} {value:.4f}" for text, value in score.top)
+        logprob = "" if score.logprob is None else f"{score.logprob:.4f}"
+        lines.append(f"{_quote(score.text):<18}{logprob:>9}  {likeliest}".rstrip())
+    return "\n".join(lines)
+
+
+def _quote(token: str) -> str:
+    return f"'{escape_terminal(token)}'" if token.strip() == token else repr(token)
+
+
+def _answer_to_dict(
+    line: InputLine[list[int]], outputs: Sequence[GenerationOutput], token_scores: Sequence[Sequence[TokenScore]]
+) -> dict[str, Any]:
     line_info = {"line": line.number, "prompt": line.text}
     if line.error:
         return line_info | {"error": line.error}
     candidates = [{name: value for name, value in output._asdict().items() if value is not None} for output in outputs]
+    for candidate, scores in zip(candidates, token_scores, strict=True):
+        if scores:
+            candidate["logprobs"] = [
+                {"token": score.text, "logprob": score.logprob, "top": dict(score.top)} for score in scores
+            ]
     first = {name: value for fields in candidates[:1] for name, value in fields.items()}
     return line_info | first | ({"best": candidates} if candidates[1:] else {})
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..generation.text_output import REPLACEMENT_CHAR, IncrementalDetokenizer, ModelTokenizer
 from ..models import Transformer
+from .text_output import REPLACEMENT_CHAR, IncrementalDetokenizer, ModelTokenizer
 
 
 class TokenScore(NamedTuple):
@@ -20,14 +20,23 @@ class TokenScore(NamedTuple):
 
 
 def score_tokens(
-    net: Transformer, tokenizer: ModelTokenizer, ids: Sequence[int], first: int, num_top: int
+    net: Transformer,
+    tokenizer: ModelTokenizer,
+    ids: Sequence[int],
+    first: int,
+    num_top: int,
+    source_ids: Sequence[int] = (),
 ) -> list[TokenScore]:
-    """The scores of `ids[first:]`, each given all ids before it; a decoder reads them at once."""
+    """The scores of `ids[first:]`, each given all ids before it, which the decoder reads at once.
+
+    `source_ids` are the source of an encoder-decoder.
+    """
     with torch.inference_mode():
         device = next(net.parameters()).device
-        logits = net(torch.tensor([list(ids)], device=device))[0].double()
+        source = net.encode(torch.tensor([list(source_ids)], device=device)) if source_ids else None
+        logits = net(torch.tensor([list(ids)], device=device), source=source)[0].double()
         logprobs = logits.log_softmax(-1).cpu()
-    detokenizer = IncrementalDetokenizer(tokenizer, ids[:first])
+    detokenizer = IncrementalDetokenizer(tokenizer, () if source_ids else ids[:first])
     scores: list[TokenScore] = []
     for position in range(first, len(ids)):
         start = len(detokenizer.text)
