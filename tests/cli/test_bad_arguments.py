@@ -15,24 +15,32 @@ import headwise as hw
 from headwise import cli
 from headwise.backends import backend_report
 from headwise.cli import known_names, train
+from headwise.cli.argument_checks import read_head_counts
 from headwise.costs import activations
 from headwise.data import TASKS
 from headwise.data.file_task import FileTask
+from headwise.errors import SpecError
 from headwise.generation.decoding_config import COMPILE_MODES
+from headwise.head_analysis.attention_maps import AGGREGATIONS
 from headwise.head_analysis.head_classes import CLASSIFIERS
 from headwise.head_analysis.head_importance import IMPORTANCE_METHODS
 from headwise.head_analysis.head_metrics import HEAD_METRICS
+from headwise.head_analysis.head_report import HEAD_REPORT
 from headwise.head_analysis.literature_metrics import LITERATURE_METRICS
 from headwise.head_analysis.objectives import OBJECTIVES
 from headwise.hub import pretrained_models
 from headwise.inspect.trace_capture import EXTRA_TENSORS, PRECISIONS
 from headwise.model_spec.serialization import MANIFEST_FILE
 from headwise.models import save_load
+from headwise.models.save_load import MODEL_FOLDER
 from headwise.surgery import conversion, head_alignment, head_selection, pruning, pruning_curves, pruning_plan
+from headwise.surgery.curve_report import CURVES_FOLDER
+from headwise.surgery.hf_export.model_folder import COMPRESSED_MODEL
 from headwise.traces.import_export import EXPORT_SUFFIXES
 from headwise.training.loggers import LOGGERS
 from headwise.training.training_run import CHECKPOINT_FOLDER
 from headwise.viewer import model_targets, view
+from support.transformers_models import FALLBACK, ZOO, transformers
 
 # The files that the arguments name; `model` looks like a folder of a model, so that only loading it would show that it
 # is not one.
@@ -47,6 +55,9 @@ FILES = {
     "done/headwise.toml": "format = 1\n",
     "study.toml": 'hypothesis = "h"\n[variants.mha]\n[tasks.recall]\n',
     "config.json": '{"model_type": "gpt2"}',
+    "gpt2/config.json": '{"model_type": "gpt2", "n_layer": 2, "n_head": 4}',
+    "curves/curves.json": "{}",
+    "pruned/heads.json": "{}",
 }
 TEXTS = "--data texts.txt"
 PRUNE = f"prune model {TEXTS} --out new"
@@ -126,12 +137,29 @@ CASES = [
     (f"heads model {TEXTS} --sort importance", "--sort 'importance' is unknown"),
     (f"heads model {TEXTS} --criteria voit", "--criteria 'voit' is unknown; did you mean 'voita'?"),
     (f"heads model {TEXTS} --draw L3", "'L3' is not a head"),
+    (f"heads gpt2 {TEXTS} --draw L2H0 --out new", "L2H0: gpt2 has no layer 2; its layers are 0..1"),
+    (f"heads gpt2 {TEXTS} --draw L1H4 --out new", "L1H4: gpt2 has no head 4; the heads of a layer are 0..3"),
+    (f"heads model {TEXTS} --out pruned", "cannot write to pruned: it exists; replace it with --overwrite"),
     (f"heads model {TEXTS} --draw L0H1", "--draw needs a folder for the figures; add --out DIR"),
     (f"heads model {TEXTS} --out texts.txt", "cannot write to texts.txt: it is a file; give the path of a new folder"),
     (f"heads model {TEXTS} --pair a b --out new", "--pair a b is not two heads"),
     (f"heads model {TEXTS} --budget 0", "--budget 0 is out of range; give a number above 0"),
     (f"heads model {TEXTS} --resamples 3", "--resamples 3 is too few"),
     ("heads none.trace --draw L0H1 --out new", "there is no file 'none.trace'; give one that exists"),
+    ("heads gpt2 --text one --show norm", "--show 'norm' is unknown; did you mean 'norms'?"),
+    ("heads gpt2 --text one --over sums", "--over 'sums' is unknown; did you mean 'sum'?"),
+    ("heads gpt2 --text one --show points", "--show points needs a head; add --head L3H2, for example"),
+    ("heads gpt2 --text one --show rollout --over max", "--over belongs to --show weights or norms; leave it out"),
+    ("heads gpt2 --text one --show rollout --head L0H1", "--head belongs to --show weights or norms or points"),
+    ("heads gpt2 --text one --head L0H1 --over max", "--over combines heads, and --head shows one"),
+    ("heads gpt2 --text one --head one", "'one' is not a head"),
+    ("heads gpt2 --text one --top 0", "--top 0 is too small; give 1 or more"),
+    ("heads gpt2 --text one --token 3", "--token belongs to --show logits; leave it out"),
+    ("heads gpt2 --text one --compare-text two --show norms", "--show and a comparison are two views"),
+    ("heads gpt2 --text one --compare-model nowhere", "there is no folder or file 'nowhere'"),
+    ("heads gpt2 --text one --data texts.txt", "--data needs many texts, and --text gives one; leave one of them out"),
+    ("heads gpt2 --text one --importance michel", "--importance needs many texts, and --text gives one"),
+    (f"heads gpt2 {TEXTS} --show norms", "--show is for one text; add --text TEXT"),
     # prune
     (f"{PRUNE} --keep 1.5", "--keep 1.5 is out of range; give a share below 1, such as 0.5, or a number of heads"),
     (f"{PRUNE} --keep 0", "--keep 0 is out of range"),
@@ -144,6 +172,11 @@ CASES = [
     (f"{PRUNE} --budget cache", "--budget cache is not a budget; write KIND=LIMIT"),
     (f"{PRUNE} --budget cache=0", "--budget cache=0 cannot be met; give a limit above 0, as in cache=0.7"),
     (f"{PRUNE} --budget time=1.2", "--budget time=1.2 cannot be met; give a limit above 0 and below 1"),
+    (f"{PRUNE} --budget cache=1.5", "--budget cache=1.5 is no share and no number of bytes per token"),
+    (f"{PRUNE} --budget parameters=2.5", "is no share and no number of parameters; give a share below 1, or a number"),
+    (f"prune gpt2 {TEXTS} --heads 2:0 --out new", "2:0: gpt2 has no layer 2; its layers are 0..1"),
+    (f"prune gpt2 {TEXTS} --heads 1:0,4 --out new", "1:0,4: gpt2 has no head 4; the heads of a layer are 0..3"),
+    (f"prune model {TEXTS} --keep 0.5 --out pruned", "cannot write to pruned: it exists; replace it with --overwrite"),
     (f"{PRUNE} --plan nowhere", "there is no folder 'nowhere' for --plan"),
     (f"{PRUNE}", "choose heads by exactly one of --keep"),
     (f"{PRUNE} --keep 0.5 --by michl", "--by 'michl' is unknown; did you mean 'michel'?"),
@@ -180,7 +213,15 @@ CASES = [
     (f"{SWEEP} --random-orders 0", "--random-orders 0 is too small"),
     (f"{SWEEP} --unit heads", "--unit 'heads' is unknown"),
     (f"prune model --sweep {TEXTS} --out full", "cannot write to full"),
+    (f"prune model --sweep {TEXTS} --out curves", "cannot write to curves: it exists; replace it with --overwrite"),
     # convert
+    (
+        f"convert gpt2 {TEXTS} --kv 3 --out new",
+        "--kv 3 does not divide the 4 key-value heads of gpt2; use one of [1, 2",
+    ),
+    (f"{CONVERT} --to collaborative", "--to collaborative is not a known form"),
+    (f"{CONVERT} --to routed=1", "--to routed=1 is not a known form"),
+    (f"{CONVERT} --to mha --align", "--align and --grouping apply to --kv only; leave them out with --to mha"),
     (f"{CONVERT} --kv 0", "--kv 0 is too small; give 1 or more"),
     (f"{CONVERT} --to lattent", "--to lattent is not a known form"),
     (f"{CONVERT} --kv 1 --align side", "--align 'side' is unknown"),
@@ -252,14 +293,15 @@ CASES = [
 ]
 # The library checks these values, in modules that import torch; none loads a model.
 NEED_TORCH = (
-    "--out texts.txt",
-    "--out full",
+    "view model --out",
+    "study study.toml --out",
     "no/where",
     "no/page.html",
     "learn ",
     "--device",
     "--budget lots",
     "--draw",
+    "--head ",
     "no option 'digit'",
     "a recipe has no",
     "no scale",
@@ -332,7 +374,19 @@ def test_good_arguments_reach_the_loading_that_is_patched(capsys, folder: Path, 
 
 
 def test_most_mistakes_are_found_without_torch(folder: Path):
-    needs_spec = ("layer.toml", "whole.toml", "spec ", "cost ", "walk ", "why ", "bench ", "sites ", "train ", "--to ")
+    needs_spec = (
+        "--model gqaa",
+        "layer.toml",
+        "whole.toml",
+        "spec ",
+        "cost ",
+        "walk ",
+        "why ",
+        "bench ",
+        "sites ",
+        "--to routed=1,1",
+        "--model gqaa",
+    )
     lines = [line for line, message in [*CASES, *MODEL_CASES] if not any(s in line for s in needs_spec)]
     messages = dict([*CASES, *MODEL_CASES])
     light = [line for line in lines if not any(word in line or word in messages[line] for word in NEED_TORCH)]
@@ -342,6 +396,42 @@ def test_most_mistakes_are_found_without_torch(folder: Path):
     ran = subprocess.run([sys.executable, "-c", code], input="\n".join(light), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert len([line for line in ran.stderr.splitlines() if line.startswith("headwise: ")]) == len(light)
+
+
+OUTPUT_FOLDERS = (HEAD_REPORT, CURVES_FOLDER, COMPRESSED_MODEL, MODEL_FOLDER)
+
+
+def test_known_folders_are_those_of_the_library():
+    assert {kind.name: kind.markers for kind in OUTPUT_FOLDERS} == known_names.OUTPUT_FOLDERS
+
+
+@pytest.mark.parametrize("family", sorted(ZOO | FALLBACK))
+def test_counts_of_a_config_are_those_of_its_spec(tmp_path: Path, family: str):
+    """Of every family: the number of layers and of their heads, or None."""
+    model = (ZOO | FALLBACK)[family]
+    getattr(transformers, model.config)(**model.keys).save_pretrained(tmp_path)
+    counts = read_head_counts(str(tmp_path))
+    try:
+        spec = hw.families.read_model_spec(tmp_path / "config.json")
+    except SpecError:
+        return
+    layers = [one.heads for _, one in spec.attention_specs()]
+    if len(spec.stacks) > 1:
+        assert counts is None
+        return
+    assert counts is not None
+    assert (counts.layers, {counts.heads}) == (len(layers), {heads.q for heads in layers})
+    assert counts.kv is None or {counts.kv} == {heads.kv for heads in layers}
+
+
+def test_other_configs_have_no_counts(tmp_path: Path):
+    for text in ("not json", "[]", '{"n_layer": 2}', '{"n_layer": 2, "n_head": 4, "is_encoder_decoder": true}'):
+        (tmp_path / "config.json").write_text(text)
+        assert read_head_counts(str(tmp_path)) is None
+    (tmp_path / "config.json").write_text('{"n_layer": 2, "n_head": 4}')
+    assert read_head_counts(str(tmp_path)) == (2, 4, 4)
+    (tmp_path / "heads.json").write_text("{}")
+    assert read_head_counts(str(tmp_path)) is None
 
 
 NAMES = {
@@ -365,6 +455,8 @@ NAMES = {
     "TRACE_PRECISIONS": PRECISIONS,
     "TRACE_EXTRA_TENSORS": EXTRA_TENSORS,
     "EXPORT_SUFFIXES": EXPORT_SUFFIXES,
+    "AGGREGATIONS": AGGREGATIONS,
+    "OUTPUT_FOLDERS": [kind.name for kind in OUTPUT_FOLDERS],
     "COMPILE_MODES": COMPILE_MODES,
     "ACTIVATION_PROFILES": [*activations.BACKEND_PROFILES, *activations.FORMULA_PROFILES],
     "CALL_STATES": backend_report.STATES,

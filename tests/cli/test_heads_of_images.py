@@ -176,3 +176,45 @@ def test_grey_images_have_three_equal_channels(folders: dict[str, Path], capsys:
         assert code == 0, err
         results.append(json.loads(out)["heads"])
     assert results[0] == results[1]
+
+
+# --- the processor of a folder, for headwise run ---------------------------------------------------------
+
+
+def make_classifier(folder: Path, **processor: Any) -> Any:
+    torch.manual_seed(0)
+    net = transformers.ViTForImageClassification(transformers.ViTConfig(**SIZES, num_labels=3)).eval()
+    with torch.no_grad():
+        net.classifier.weight.mul_(40)
+    net.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return net
+
+
+def test_a_vision_folder_of_transformers_classifies_images(folders: dict[str, Path], tmp_path: Path, capsys):
+    net = make_classifier(tmp_path, image_mean=MEAN, image_std=DEVIATION)
+    usage = hw.load(tmp_path).usage
+    assert (usage.size, usage.mean, usage.deviation) == ((12, 20), tuple(MEAN), tuple(DEVIATION))
+    pixels = torch.from_numpy(normalise(np.load(folders["bytes"]))).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        shares = net(pixels).logits.softmax(-1)
+    assert cli.main(["run", str(tmp_path), str(folders["images"] / "2.png"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    classes = {one["name"]: one["share"] for one in found["answers"][0]["classes"]}
+    assert classes == pytest.approx({f"LABEL_{n}": float(share) for n, share in enumerate(shares[2])}, rel=1e-4)
+
+
+def test_processors_without_statistics(tmp_path: Path, capsys):
+    make_classifier(tmp_path, do_normalize=False)
+    usage = hw.load(tmp_path).usage
+    assert (usage.mean, usage.deviation) == ((0.0,) * 3, (1.0,) * 3)
+    for processor in ({"image_mean": MEAN}, {"image_mean": MEAN, "image_std": DEVIATION, "do_rescale": False}):
+        make_classifier(tmp_path, **processor)
+        assert hw.load(tmp_path).usage.mean == ()
+        assert cli.main(["run", str(tmp_path), "one.png"]) == 2
+        assert "add image_mean and image_std in a preprocessor_config.json to its folder" in capsys.readouterr().err
+    make_classifier(tmp_path, image_mean=0.5, image_std=0.25)
+    assert hw.load(tmp_path).usage.deviation == (0.25,) * 3
+    make_classifier(tmp_path, image_mean=[0.5, 0.5], image_std=DEVIATION)
+    with pytest.raises(hw.SpecError, match="is not one number for each of 3 channels; correct it"):
+        hw.load(tmp_path)

@@ -309,3 +309,21 @@ def test_chosen_heads_are_drawn_with_the_report(tmp_path: Path, capsys: pytest.C
     assert cli.main([*base[:-1], str(tmp_path / "no"), "--draw", "L7H1"]) == 2
     assert "there is no layer L7" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
+
+
+def test_ticks_are_values_and_not_differences():
+    """Of heads that are almost alike, of which matplotlib would label differences from a common value."""
+    heads = tuple(
+        HeadMeasures("decoder", "attention", 0, n, n, "decoder.0.attention", {"entropy": Measure(*values)})
+        for n, values in enumerate(((2.83315, 2.83314, 2.83316, 2.83321), (2.83317, 2.83316, 2.83318, 2.83321)))
+    )
+    theme = head_figures.FIGURE_THEMES["light"]
+    with head_figures.figure_style(theme):
+        figure = head_figures.draw_measure_by_layer(HeadTable("small", "2 texts", heads), theme)
+        figure.draw_without_rendering()
+    axis = figure.axes[0].yaxis
+    assert axis.get_offset_text().get_text() == ""
+    low, high = figure.axes[0].get_ylim()
+    shown = [float(label.get_text()) for label in axis.get_ticklabels()]
+    assert all(2.8331 < value < 2.8333 for value in shown)
+    assert len([value for value in shown if low <= value <= high]) >= 3

@@ -652,3 +652,20 @@ def test_agreement_is_calibrated():
     hits = sum(mantel_test(far(trial), far(trial + 1000), 39, trial).p <= 0.1 for trial in range(120))
     assert 0.03 < hits / 120 < 0.18
     assert mantel_test(far(0), far(0) ** 2, 99, 0).p == 0.01
+
+
+def test_small_distances_are_legible():
+    """Of almost uniform heads, whose distances are far below a thousandth of a nat."""
+    config = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256}
+    net = hw.build(hw.families.read_model_spec(config), seed=0).double().eval()
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if ".project.q" in name:
+                parameter.mul_(0.05)
+    examples = make_examples(4)
+    group = measure_redundancy(net, examples).readers[0]
+    median = float(np.median(group.distances[np.triu_indices(6, 1)]))
+    assert 0 < median < 1e-3
+    assert f"divergence of {median:.1e} nats" in group.sentence
+    assert f"closer than {group.threshold:.1e}," in group.sentence
+    assert "0.000" not in group.sentence

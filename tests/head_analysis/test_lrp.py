@@ -16,12 +16,14 @@ from headwise.head_analysis.lrp import (
     ALPHA,
     BETA,
     STABILISER,
+    CoreNodes,
     LayerwiseRelevance,
     RelevanceForward,
     RelevanceNode,
     RelevanceTape,
 )
 from headwise.inspect.model_inputs import prepare_inputs
+from headwise.interfaces.core_types import CoreShape
 from support.importance_examples import (
     BERT,
     GPT2,
@@ -235,3 +237,99 @@ def test_unsupported_models_are_refused():
     bare = with_uneven_attention(hw.build(bp.ModelSpec("bare", "encoder", (stack,)), seed=0))
     assert "bare has no output head" in refused(bare)
     assert "it needs a headwise model, not Linear" in LayerwiseRelevance().unsupported_reason(torch.nn.Linear(2, 2))
+
+
+# --- through the Jacobian of the softmax -----------------------------------------------------------------
+
+
+def core_by_hand(q: np.ndarray, k: np.ndarray, v: np.ndarray, result: np.ndarray, scale: float) -> list[np.ndarray]:
+    """Relevance of q, k and v of one causal head: every contribution x dz/dx, with dz/dx by differences."""
+
+    def outputs(*qkv: np.ndarray) -> np.ndarray:
+        s = np.where(np.tril(np.ones((len(q), len(k)))) > 0, qkv[0] @ qkv[1].T * scale, -np.inf)
+        w = np.exp(s - s.max(-1, keepdims=True))
+        return w / w.sum(-1, keepdims=True) @ qkv[2]
+
+    arrays, step = [q, k, v], 1e-5
+    derivatives = []
+    for number, array in enumerate(arrays):
+        slopes = np.zeros((*array.shape, *result.shape))
+        for place in np.ndindex(*array.shape):
+            moved = []
+            for sign in (1, -1):
+                changed = [one.copy() for one in arrays]
+                changed[number][place] += sign * step
+                moved.append(outputs(*changed))
+            slopes[place] = (moved[0] - moved[1]) / (2 * step)
+        derivatives.append(array[..., None, None] * slopes)
+    expected = [np.zeros_like(array) for array in arrays]
+    for t, c in np.ndindex(*result.shape):
+        flat = np.concatenate([one[..., t, c].ravel() for one in derivatives])
+        shares = np.split(divided(flat, result[t, c]), np.cumsum([array.size for array in arrays])[:-1])
+        for one, share in zip(expected, shares, strict=True):
+            one += share.reshape(one.shape)
+    return expected
+
+
+def test_the_core_divides_among_queries_keys_and_values():
+    """Three heads, of which two share a key-value head, against derivatives by differences."""
+    draw = np.random.default_rng(2)
+    q, k, v = draw.normal(size=(4, 3, 5)), draw.normal(size=(4, 2, 5)), draw.normal(size=(4, 2, 7))
+    result, reads, scale = draw.random((4, 3, 7)), (0, 1, 1), 0.7
+    expected = [np.zeros_like(array) for array in (q, k, v)]
+    for h, g in enumerate(reads):
+        for one, share in zip(expected, core_by_hand(q[:, h], k[:, g], v[:, g], result[:, h], scale), strict=True):
+            one[:, h if one is expected[0] else g] += share
+    s = np.einsum("thk,shk->hts", q, k[:, list(reads)]) * scale
+    w = torch.from_numpy(s).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf).softmax(-1)
+    nodes = CoreNodes(*(RelevanceNode(torch.from_numpy(array)) for array in (q, k, v)))
+    tape = RelevanceTape()
+    out = tape.attention_core(nodes, w, CoreShape(reads, reads, 5, 7, scale))
+    np.testing.assert_allclose(out.value, np.einsum("hts,shc->thc", w, v[:, list(reads)]))
+    tape.backward(out, torch.from_numpy(result))
+    for node, share in zip(nodes, scaled(expected, result.sum()), strict=True):
+        np.testing.assert_allclose(node.relevance, share, rtol=1e-6, atol=1e-9)
+
+
+def test_a_matrix_for_each_token():
+    draw = np.random.default_rng(3)
+    x, weight, bias, result = (draw.normal(size=s) for s in ((3, 5), (3, 2, 5), (3, 2), (3, 2)))
+    expected = np.stack(
+        [sum(divided(weight[t, o] * x[t] + bias[t, o] / 5, result[t, o]) for o in range(2)) for t in range(3)]
+    )
+    tape, node = RelevanceTape(), RelevanceNode(torch.from_numpy(x))
+    out = tape.token_linear(node, torch.from_numpy(weight), torch.from_numpy(bias))
+    np.testing.assert_allclose(out.value, np.einsum("toi,ti->to", weight, x) + bias)
+    tape.backward(out, torch.from_numpy(result))
+    np.testing.assert_allclose(node.relevance, scaled([expected], result.sum())[0], rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", list(NETS))
+def test_relevance_through_weights_is_conserved(name: str):
+    net = NETS[name]
+    with torch.no_grad():
+        through = RelevanceForward(net, prepare_inputs(net, make_examples(net)[0].inputs, 0), "jacobian")
+        through.propagate()
+    assert float(sum(one.relevance.sum() for one in through.stack_inputs.values())) == pytest.approx(1, rel=1e-6)
+    constant = followed(net, make_examples(net)[0].inputs)
+    last, first = list(through.head_outputs)[-1], next(iter(through.head_outputs))
+    torch.testing.assert_close(through.head_outputs[last].relevance, constant.head_outputs[last].relevance)
+    assert not torch.allclose(through.head_outputs[first].relevance, constant.head_outputs[first].relevance, rtol=1e-3)
+
+
+def test_the_method_is_named_and_refuses_other_weights():
+    net = translator()
+    result = estimate_importance(net, make_examples(net, 3), method="lrp-jacobian")
+    assert result.method == "lrp-jacobian"
+    assert result.notes[0] == "gates and standard deviations of norms are treated as constants"
+    for site in hw.sites(net):
+        assert sum(one.value for one in result.heads if one.site == site.name) == pytest.approx(1)
+    examples = [Example({"x": random_ids(n)}, {}) for n in range(2)]
+    biased = one_block(bp.BlockSpec(hw.design(model=12, heads=3, pattern="causal", modifiers=[hw.Softcap(0.1)])))
+    with pytest.raises(ValueError, match=r"not the softmax of scaled products of queries and keys; use lrp"):
+        estimate_importance(biased, examples, method="lrp-jacobian")
+    normed = one_block(bp.BlockSpec(hw.design(model=12, heads=3, pattern="causal", modifiers=[hw.QKNorm()])))
+    with pytest.raises(ValueError, match=r"the projection of decoder.0.attention is more than"):
+        estimate_importance(normed, examples, method="lrp-jacobian")
+    with pytest.raises(ValueError, match="unknown weights='jacobi'; did you mean 'jacobian'"):
+        LayerwiseRelevance("jacobi")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import headwise as hw
 from headwise.errors import SpecError
+from headwise.head_analysis.annotated_examples import Example
+from headwise.surgery import AttentionConversion, HeadRanking, Pool, ToMHA, ToMixtureOfHeads
 from headwise.surgery.conversion import ToCollaborative, ToLatent
+from headwise.surgery.hf_export import load_check
 from headwise.surgery.hf_export.model_folder import write_model_folder
 from support.transformers_models import FALLBACK, WIDE, WORDS, ZOO, TransformersModel
 
@@ -69,6 +74,78 @@ def test_a_converted_model_is_a_folder_or_a_refusal(family: str, form: str, tmp_
     loaded = hw.load(tmp_path / "new").state_dict()
     for name, tensor in done.after.state_dict().items():
         torch.testing.assert_close(loaded[name], tensor, msg=name)
+
+
+# The other forms: "folder", or the reason of the refusal. Loading by transformers is not tested again here.
+OTHER_FORMS: dict[str, AttentionConversion] = {
+    "two key-value heads": Pool(2),
+    "two aligned ones": Pool(2, align="both"),
+    "two of similar ones": Pool(2, grouping="similar"),
+    "one key-value head for each head": ToMHA(),
+    "routed": ToMixtureOfHeads(1, 2, HeadRanking("random")),
+}
+ONE_FOR_EACH = "Latent needs one key-value head per query head, not kv=2; use kv=4"
+ORDER = "cannot reorder heads"
+NO_NORM = "needs queries of different lengths, unlike qk_norm; use router='learned'"
+OTHER_REFUSALS = {
+    "deepseek": (ONE_FOR_EACH, ONE_FOR_EACH, ONE_FOR_EACH, "", "unlike Latent; use 'learned'"),
+    "olmo2": (ORDER, ORDER, ORDER, "", ""),
+    "qwen3": ("", "", "", "", NO_NORM),
+    "gemma3": ("", "", "", "", NO_NORM),
+}
+
+
+def random_examples(net: Any) -> list[Example]:
+    draw = torch.Generator().manual_seed(1)
+
+    def ids(count: int) -> torch.Tensor:
+        return torch.randint(3, WORDS, (1, count), generator=draw)
+
+    if net.spec.stacks[0].embedding.patches:
+        return [Example({"x": torch.randn(1, 3, 16, 16, generator=draw)}, {}) for _ in range(3)]
+    sources = [{"source": ids(9)} if len(net.spec.stacks) > 1 else {} for _ in range(3)]
+    return [Example({"x": ids(7), **source}, {}) for source in sources]
+
+
+@pytest.mark.parametrize("form", OTHER_FORMS)
+@pytest.mark.parametrize("family", RESULTS)
+def test_every_other_form_is_a_folder_or_a_refusal(monkeypatch, family: str, form: str, tmp_path: Path):
+    monkeypatch.setattr(load_check, "find_spec", lambda _: None)
+    refusal = OTHER_REFUSALS.get(family, ("",) * len(OTHER_FORMS))[list(OTHER_FORMS).index(form)]
+    torch.manual_seed(0)
+    FAMILIES[family].build("eager").save_pretrained(tmp_path / "source")
+    net = hw.load(tmp_path / "source")
+    if refusal:
+        with pytest.raises(SpecError, match=refusal):
+            hw.convert(net, OTHER_FORMS[form], random_examples(net))
+        return
+    done = hw.convert(net, OTHER_FORMS[form], random_examples(net))
+    write_model_folder(done.after, tmp_path / "source", tmp_path / "new", {"operation": "convert"})
+    loaded = hw.load(tmp_path / "new")
+    heads = [[spec.heads for _, spec in one.spec.attention_specs()] for one in (loaded, done.after)]
+    assert heads[0] == heads[1]
+    for name, tensor in done.after.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], tensor, msg=name)
+    if not OTHER_FORMS[form].is_exact:
+        return
+    inputs = random_examples(net)[0].inputs
+    torch.testing.assert_close(loaded(**inputs), net(**inputs))
+
+
+@pytest.mark.lengthy
+@pytest.mark.parametrize("family", ["bert", "bart", "vit"])
+def test_the_loader_repeats_shared_keys_where_transformers_cannot(family: str, tmp_path: Path):
+    """Two key-value heads for four heads, in families whose attention has no groups."""
+    torch.manual_seed(0)
+    FAMILIES[family].build("eager").save_pretrained(tmp_path / "source")
+    done = hw.convert(hw.load(tmp_path / "source"), 2)
+    written = write_model_folder(done.after, tmp_path / "source", tmp_path / "new", {"operation": "convert"})
+    assert written.kind == RESIZED, written.summary
+    record = json.loads((tmp_path / "new" / "heads.json").read_text())
+    repeats = [change["repeat"] for change in record["modules"].values() if "repeat" in change]
+    assert repeats == [{"count": 2, "width": 8}] * 2 * len([*done.after.spec.attention_specs()])
+    sizes = [sum(tensor.numel() for tensor in net.parameters()) for net in (done.after, hw.load(tmp_path / "new"))]
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize("family", sorted(NOT_LOADED))

@@ -171,3 +171,16 @@ def test_the_last_generated_token_is_no_query() -> None:
     assert one.shape == other.shape == (4, 4)
     np.testing.assert_allclose(one, other, atol=1e-6)
     assert max(head.largest for head in comparison.heads) < 1e-6
+
+
+def test_small_differences_are_legible() -> None:
+    one = np.full((1, 1, 2, 2), 0.5)
+    for shift, shown in ((0.0001, ("2.00e-08", "1.00e-04", "-2.00e-08")), (0.1, ("0.0201", "0.1000", "-0.0201"))):
+        other = one + np.array([shift, -shift])
+        compared = compare_traces(trace_from_weights([one], ["a", "b"]), trace_from_weights([other], ["a", "b"]))
+        line = str(compared).splitlines()[-1].split()[-3:]
+        for text, value, expected in zip(
+            line, (compared.heads[0].divergence, shift, compared.heads[0].entropy_change), shown, strict=True
+        ):
+            assert float(text) == pytest.approx(value, rel=6e-3, abs=5e-5 if abs(value) > 1e-3 else 0)
+            assert ("e" in text) == ("e" in expected)

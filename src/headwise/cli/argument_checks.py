@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from ..errors import suggest
+from ..output_paths import Existing, FolderKind, check_output
+from . import known_names
 from .arguments import DESCRIPTION_SUFFIXES, PRESETS, is_manifest_or_config, read_description_keys
 from .command_parser import UsageError
 
@@ -59,6 +63,11 @@ def check_tokenizer(name: str | None) -> None:
         raise UsageError(f"there is no file {name!r} for --tokenizer; give a tokenizer.json, or bytes")
 
 
+def check_output_folder(path: str, kind: str, existing: Existing) -> None:
+    """Raise SpecError if a folder of this kind may not be written; the writer also checks names of single files."""
+    check_output(path, FolderKind(kind, known_names.OUTPUT_FOLDERS[kind]), existing)
+
+
 def check_suffix(option: str, name: str | None, suffixes: Sequence[str]) -> None:
     """Raise unless a file to write has one of these suffixes."""
     if name is not None and Path(name).suffix.lower() not in suffixes:
@@ -87,3 +96,64 @@ def check_share(option: str, value: float | None) -> None:
     """Raise unless a number is above 0 and at most 1; None is no number."""
     if value is not None and not 0 < value <= 1:
         raise UsageError(f"{option} {value:g} is no share; give a number above 0, and at most 1")
+
+
+# --- Heads that the config.json of a model has ---------------------------------------------------------
+
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+KV_KEYS = ("num_key_value_heads", "num_kv_heads")
+OTHER_KV_KEYS = ("multi_query", "new_decoder_architecture", "kv_lora_rank", "head_dim_per_layer")
+
+
+class HeadCounts(NamedTuple):
+    """The number of layers of a model, and of heads and key-value heads in each (None if unknown)."""
+
+    layers: int
+    heads: int
+    kv: int | None
+
+
+def read_head_counts(model: str) -> HeadCounts | None:
+    """Read the head counts of a model with one stack of equal layers from its config.json; None if it has another form.
+
+    The counts of a pruned model and of an encoder-decoder are unknown before it is loaded.
+    """
+    folder = Path(model)
+    if not (folder / CONFIG_FILE).is_file() or (folder / "heads.json").exists():
+        return None
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # loading the model reports it
+    if not isinstance(config, Mapping) or config.get("is_encoder_decoder"):
+        return None
+    layers, heads = _find_count(config, LAYER_KEYS), _find_count(config, HEAD_KEYS)
+    if layers is None or heads is None:
+        return None
+    kv = None if any(key in config for key in OTHER_KV_KEYS) else _find_count(config, KV_KEYS) or heads
+    return HeadCounts(layers, heads, kv)
+
+
+def _find_count(config: Mapping[str, Any], keys: Sequence[str]) -> int | None:
+    return next((config[key] for key in keys if isinstance(config.get(key), int)), None)
+
+
+def check_heads_of_config(model: str, name: str, layer: int | None, heads: Sequence[int]) -> None:
+    """Raise if a config.json shows that a model lacks the layer or the heads that an argument names."""
+    counts = read_head_counts(model)
+    if counts is None:
+        return
+    if layer is not None and layer >= counts.layers:
+        raise UsageError(f"{name}: {model} has no layer {layer}; its layers are 0..{counts.layers - 1}")
+    if wrong := [head for head in heads if head >= counts.heads]:
+        raise UsageError(f"{name}: {model} has no head {wrong[0]}; the heads of a layer are 0..{counts.heads - 1}")
+
+
+def check_groups_of_config(model: str, kv: int | None) -> None:
+    """Raise if a config.json shows that the key-value heads of a model cannot be pooled to `kv` equal groups."""
+    counts = read_head_counts(model)
+    if kv is None or counts is None or counts.kv is None or counts.kv % kv == 0:
+        return
+    divisors = [count for count in range(1, counts.kv + 1) if counts.kv % count == 0]
+    raise UsageError(f"--kv {kv} does not divide the {counts.kv} key-value heads of {model}; use one of {divisors}")

@@ -19,6 +19,7 @@ from .argument_checks import (
     check_input_file,
     check_minimum,
     check_model_path,
+    check_output_folder,
     check_positive,
 )
 from .arguments import (
@@ -104,6 +105,9 @@ def check_compression_arguments(args: argparse.Namespace) -> None:
     """Refuse what cannot work before the model is loaded."""
     check_model_path(args.model)
     check_text_arguments(args)
+    is_sweep = "sweep" in args and args.sweep
+    kind = "report of pruning curves" if is_sweep else "pruned or converted model"
+    check_output_folder(args.out, kind, existing_mode(args))
     if args.changes and args.task is None:
         raise UsageError(f"--set {args.changes[0]} sets a field of a task; add --task NAME, or leave it out")
     check_choice("--objective", args.objective, known_names.OBJECTIVES)

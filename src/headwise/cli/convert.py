@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from . import known_names
-from .argument_checks import check_choice, check_minimum
+from .argument_checks import check_choice, check_groups_of_config, check_minimum
 from .command_parser import CommandParser, UsageError
 from .compression_arguments import CompressionRun, add_compression_arguments, check_compression_arguments
 
@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from ..surgery import AttentionConversion
 
 CONVERSION_FORMS = ("mha", "latent", "collaborative=WIDTH", "routed=ALWAYS,ACTIVE")
+FORM = re.compile(r"mha|latent|collaborative=(?P<width>\d+)|routed=(?P<always>\d+),(?P<active>\d+)")
 
 
 def main(argv: list[str]) -> int:
     """Convert the attention layers, retrain if asked, write the model and its proof."""
     args = _parser().parse_args(argv)
     check_compression_arguments(args)
+    check_groups_of_config(args.model, args.kv)
     conversion = _parse_conversion(args)
     run = CompressionRun.from_args(args)
     from ..surgery.conversion import convert
@@ -90,19 +92,20 @@ def _parse_conversion(args: argparse.Namespace) -> AttentionConversion:
     ):
         check_choice(option, value, names)
     check_minimum("--kv", args.kv, 1)
-    from ..surgery import HeadRanking, Pool, ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
-
     if (args.kv is None) == (args.to is None):
         raise UsageError(f"give exactly one target: --kv COUNT, or --to with one of {', '.join(CONVERSION_FORMS)}")
+    if args.to is not None and (args.align != "none" or args.grouping != "consecutive"):
+        raise UsageError(f"--align and --grouping apply to --kv only; leave them out with --to {args.to}")
+    match = FORM.fullmatch(args.to or "mha")
+    if match is None:
+        raise UsageError(f"--to {args.to} is not a known form; give one of {', '.join(CONVERSION_FORMS)}")
+    from ..surgery import HeadRanking, Pool, ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
+
     if args.kv is not None:
         return Pool(args.kv, args.align, args.grouping, args.score, args.seed)
-    if args.align != "none" or args.grouping != "consecutive":
-        raise UsageError(f"--align and --grouping apply to --kv only; leave them out with --to {args.to}")
-    if args.to in ("mha", "latent"):
-        return ToMHA() if args.to == "mha" else ToLatent()
-    if match := re.fullmatch(r"collaborative=(\d+)", args.to):
-        return ToCollaborative(int(match[1]))
-    if match := re.fullmatch(r"routed=(\d+),(\d+)", args.to):
+    if match["width"]:
+        return ToCollaborative(int(match["width"]))
+    if match["active"]:
         ranking = HeadRanking(args.by, args.objective, seed=args.seed)
-        return ToMixtureOfHeads(int(match[1]), int(match[2]), ranking)
-    raise UsageError(f"--to {args.to} is not a known form; give one of {', '.join(CONVERSION_FORMS)}")
+        return ToMixtureOfHeads(int(match["always"]), int(match["active"]), ranking)
+    return ToMHA() if args.to == "mha" else ToLatent()

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 from ..output_paths import check_output
 from ..progress import ProgressReporter
 from . import known_names
-from .argument_checks import check_choice, check_input_file, check_model_path, check_positive
+from .argument_checks import (
+    check_choice,
+    check_heads_of_config,
+    check_input_file,
+    check_model_path,
+    check_output_folder,
+    check_positive,
+)
 from .arguments import (
     add_json_argument,
     add_overwrite_argument,
@@ -25,13 +32,14 @@ from .arguments import (
     to_json,
 )
 from .command_parser import TERMINAL_WIDTH, CommandParser, UsageError
+from .one_text import ONE_TEXT_OPTIONS, add_one_text_arguments, check_one_text, show_one_text
 from .text_arguments import add_text_arguments, attach_named_tokenizer, check_text_arguments, read_examples
 
 if TYPE_CHECKING:
     from ..head_analysis.annotated_examples import Example
     from ..head_analysis.head_redundancy import RedundancyResult
     from ..head_analysis.head_table import HeadTable
-    from ..head_analysis.importance_methods import ImportanceResult
+    from ..head_analysis.importance_result import ImportanceResult
 
 
 TRACE_SUFFIX = ".trace"
@@ -190,7 +198,10 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.model.endswith(TRACE_SUFFIX):
         return _draw_from_trace(args, parser)
-    _check_arguments(args)
+    if args.text is not None:
+        check_one_text(args, parser)
+        return show_one_text(args)
+    _check_arguments(args, parser)
     from ..hub.pretrained_models import load_original
     from ..inspect.attention_sites import sites
 
@@ -231,7 +242,7 @@ def _parser() -> CommandParser:
         "Measure what every head of a model attends to over texts or images, compare it with chance, and classify the "
         "heads, with bootstrap confidence intervals.",
         "headwise heads path/to/model --data texts.txt --importance michel",
-        "headwise heads dates.trace --draw E1H3 X0H2 --out heads",
+        "headwise heads path/to/model --text 'The cat sat.' --show norms",
     )
     parser.add_argument(
         "model", metavar="MODEL", help="a headwise or transformers folder; with --draw also a .trace file"
@@ -254,6 +265,7 @@ def _parser() -> CommandParser:
     )
     add_overwrite_argument(parser)
     add_json_argument(parser)
+    add_one_text_arguments(parser)
     _add_expert_arguments(parser)
     return parser
 
@@ -308,8 +320,10 @@ def _add_expert_arguments(parser: CommandParser) -> None:
     )
 
 
-def _check_arguments(args: argparse.Namespace) -> None:
+def _check_arguments(args: argparse.Namespace, parser: CommandParser) -> None:
     check_model_path(args.model)
+    if alone := [name for name in ONE_TEXT_OPTIONS if getattr(args, name) != parser.get_default(name)]:
+        raise UsageError(f"--{alone[0].replace('_', '-')} is for one text; add --text TEXT")
     check_text_arguments(args)
     if args.images is not None:
         _check_image_arguments(args)
@@ -347,13 +361,16 @@ def _list_measures(args: argparse.Namespace) -> tuple[str, ...]:
 
 def _check_drawing(args: argparse.Namespace) -> None:
     """Check --draw and --out."""
-    from ..head_analysis.head_table import check_head_name
+    from ..head_analysis.head_table import HEAD_NAME, check_head_name
 
     for name in args.draw:
         check_head_name(name)
+        if (match := HEAD_NAME.fullmatch(name)) and match[1] == "L":
+            check_heads_of_config(args.model, name, int(match[2]), [int(match[3])])
     if args.draw and args.out is None:
         raise UsageError("--draw needs a folder for the figures; add --out DIR")
     if args.out is not None:
+        check_output_folder(args.out, "report of heads", existing_mode(args))
         from ..head_analysis.head_report import HEAD_REPORT
 
         check_output(args.out, HEAD_REPORT, existing_mode(args))

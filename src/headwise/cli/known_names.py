@@ -13,7 +13,7 @@ IMPORTANCE_METHODS = (
     "taylor",
     "taylor-size",
 )
-IMPORTANCE_METHODS += ("lrp",)
+IMPORTANCE_METHODS += ("lrp", "lrp-jacobian")
 RANKING_METHODS = (*IMPORTANCE_METHODS, "random", "best")
 REMOVAL_ORDERS = (*RANKING_METHODS, "gates")
 OBJECTIVES = ("next-token", "masked-token", "label", "translation", "drift", "token-drift", "drift-l2")
@@ -38,6 +38,13 @@ ATTENTION_KINDS = ("all", "self", "cross")
 TRACE_PRECISIONS = ("own", "half")
 TRACE_EXTRA_TENSORS = ("v", "z")
 EXPORT_SUFFIXES = (".csv", ".json", ".npz")
+AGGREGATIONS = ("mean", "max", "min", "sum")
+OUTPUT_FOLDERS = {  # folders that commands write, with the patterns of file names that mark them
+    "report of heads": ("heads.json", "head-*-light.svg"),
+    "report of pruning curves": ("curves.json",),
+    "pruned or converted model": ("heads.json",),
+    "model or training run": ("headwise.toml", "checkpoint", "metrics.jsonl", "sample"),
+}
 COMPILE_MODES = ("off", "auto", "on")
 ACTIVATION_PROFILES = ("dense", "chunked", "bf16_matmul", "sdpa", "flash-cuda", "paper-2022", "zhihu-624740065")
 CALL_STATES = ("grad", "training", "mask", "paged", "packed")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..output_paths import check_output
 from . import known_names
-from .argument_checks import check_choice, check_minimum, check_positive, check_share
+from .argument_checks import check_choice, check_heads_of_config, check_minimum, check_positive, check_share
 from .arguments import existing_mode, print_page, to_json
 from .command_parser import CommandParser, UsageError
 from .compression_arguments import CompressionRun, add_compression_arguments, add_model_arguments
@@ -135,7 +135,8 @@ def _check_selection(args: argparse.Namespace) -> None:
     if args.keep is not None:
         _parse_fraction(args.keep)
     for name in args.heads or ():
-        _split_heads(name)
+        layer, heads = _split_heads(name)
+        check_heads_of_config(args.model, name, int(layer) if layer.isdecimal() else None, heads)
     if args.budget is not None:
         _parse_budget(args.budget)
     if args.plan is not None and not Path(args.plan).exists():
@@ -217,6 +218,9 @@ def _parse_budget(text: str) -> tuple[str, float]:
     if not 0 <= number < math.inf or (number == 0 and kind != "loss") or (kind == "time" and number >= 1):
         below = " and below 1" if kind == "time" else ""
         raise UsageError(f"--budget {text} cannot be met; give a limit above 0{below}, as in {kind}=0.7")
+    if kind in ("parameters", "cache") and number > 1 and not number.is_integer():
+        unit = "bytes per token" if kind == "cache" else "parameters"
+        raise UsageError(f"--budget {text} is no share and no number of {unit}; give a share below 1, or a number")
     return kind, number
 
 

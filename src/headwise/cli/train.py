@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import suggest
-from ..output_paths import check_output
 from . import known_names
 from .argument_checks import (
     check_choice,
     check_input_file,
     check_minimum,
     check_model_path,
+    check_output_folder,
     check_positive,
 )
 from .arguments import (
@@ -110,9 +110,6 @@ def main(argv: list[str]) -> int:
 def _train(argv: list[str], launch: ProcessInfo, started_at: float) -> None:
     args = _parser().parse_args(argv)
     _check_arguments(args)
-    from ..models.save_load import MODEL_FOLDER
-
-    check_output(args.out, MODEL_FOLDER, "continue")
     if launch.is_leader and not args.resume:
         _check_no_run(Path(args.out))
     changes = _parse_changes(args.changes)
@@ -139,6 +136,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
     for name in ("steps", "batch"):
         check_minimum(f"--{name}", getattr(args, name), 1)
     check_positive("--lr", args.lr)
+    check_output_folder(args.out, "model or training run", "continue")
     _check_data(args.what, args.data)
     path = Path(args.model or "")
     if args.model is not None and path.exists() and path.suffix not in DESCRIPTION_SUFFIXES:

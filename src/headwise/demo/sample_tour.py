@@ -26,7 +26,7 @@ from .terminal_heat_map import draw_heat_map, terminal_width
 
 if TYPE_CHECKING:
     from ..data.date_translation import DateTranslation
-    from ..head_analysis.importance_methods import ImportanceResult
+    from ..head_analysis.importance_result import ImportanceResult
     from ..models import Transformer
 
 WIDTH = 80

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import SpecError, suggest
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import AttentionCall, ModelRun
-from ..inspect.model_inputs import prepare_inputs
+from ..inspect.model_inputs import get_streams, prepare_inputs
 from .head_circuits import AttentionCircuits, get_circuits
 
 # --- Attention maps of one text ------------------------------------------------------------------------
@@ -32,7 +32,8 @@ AGGREGATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 class LayerAttention(NamedTuple):
     """Attention of one layer over one text: its weights, and the norms |v W_O| of what each head reads from each key.
 
-    `value_norms_HS` is None where no W_O belongs to a head; `reason` says why.
+    `value_norms_HS` is None where no W_O belongs to a head; `reason` says why. `queries` and `keys` are the strings of
+    the tokens, empty if they are unknown.
     """
 
     site: str
@@ -41,6 +42,8 @@ class LayerAttention(NamedTuple):
     weights_HTS: Tensor
     value_norms_HS: Tensor | None
     reason: str = ""
+    queries: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
 
     @property
     def norms_HTS(self) -> Tensor:
@@ -48,6 +51,26 @@ class LayerAttention(NamedTuple):
         if self.value_norms_HS is None:
             raise SpecError(f"norm-weighted attention of {self.site} is unknown: {self.reason}; use the weights")
         return self.weights_HTS.abs() * self.value_norms_HS[:, None, :]
+
+
+class AttentionTable(NamedTuple):
+    """A matrix over the tokens of one text; prints the `top` largest entries of every query."""
+
+    title: str
+    queries: tuple[str, ...]
+    keys: tuple[str, ...]
+    values: list[list[float]]
+    top: int = 3
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The whole matrix as plain values."""
+        return {name: getattr(self, name) for name in ("title", "queries", "keys", "values")}
+
+    def __str__(self) -> str:
+        from .measure_tables import format_attention_table
+
+        return format_attention_table(self)
 
 
 @dataclass(frozen=True)
@@ -112,6 +135,13 @@ class AttentionMaps:
             product = step if product is None else step @ product
         assert product is not None
         return product
+
+    def table(self, matrix: Tensor, title: str, site: str = "", *, top: int = 3) -> AttentionTable:
+        """A matrix with the tokens of a site (default: the last self-attention), which prints its largest entries."""
+        layer = self._layer(site) if site else self._stack_layers("", "attention")[-1]
+        numbers = [list(map(str, range(count))) for count in matrix.shape]
+        words = [given or numbered for given, numbered in zip((layer.queries, layer.keys), numbers, strict=True)]
+        return AttentionTable(title, tuple(words[0]), tuple(words[1]), matrix.tolist(), top)
 
     def _layer(self, site: str) -> LayerAttention:
         if site not in self.layers:
@@ -186,12 +216,20 @@ def compute_attention_maps(model: nn.Module, inputs: Any) -> AttentionMaps:
     except SpecError:
         circuits = {}
     hooks = {module.site.name: _MapHook(circuits.get(module.site.name)) for module in sites}
-    ModelRun(model, prepare_inputs(model, inputs, 0)).run_with_hooks(sites, hooks)
+    prepared = prepare_inputs(model, inputs, 0)
+    words = {name: rows[0].words if rows else () for name, rows in prepared.token_rows.items()}
+    ModelRun(model, prepared).run_with_hooks(sites, hooks)
     layers: dict[str, LayerAttention] = {}
     for module in sites:
         site, hook = module.site, hooks[module.site.name]
         if hook.weights is not None:
             layers[site.name] = LayerAttention(
-                site.name, site.stack, site.kind, hook.weights, hook.value_norms, hook.reason
+                site.name,
+                site.stack,
+                site.kind,
+                hook.weights,
+                hook.value_norms,
+                hook.reason,
+                *(words.get(stream, ()) for stream in get_streams(site, prepared.has_source)),
             )
     return AttentionMaps(layers)

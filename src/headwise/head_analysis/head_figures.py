@@ -313,6 +313,7 @@ def draw_measure_by_layer(table: HeadTable, theme: FigureTheme, measure: str = "
     axes.tick_params(axis="x", labelrotation=0 if 0.075 * sum(len(name) + 1 for name in names) < 5.0 else 90)
     unit = MEASURE_UNITS.get(measure) or (HEAD_METRICS[measure].description if measure in HEAD_METRICS else "")
     axes.set(xlabel="attention layer", ylabel=f"{measure} ({unit})" if unit else measure)
+    axes.ticklabel_format(axis="y", useOffset=False)  # ticks are values, not differences from one
     figure.suptitle(wrap_title(f"{table.model}: {measure} of every head, {table.texts}", 6.4, 9), **_TITLE_STYLE)
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     _draw_legend(figure, table, theme, "dots are heads with 95 % intervals; colour: class with the highest score")

@@ -13,13 +13,11 @@ from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import SiteModule
 from .annotated_examples import Example
 from .importance_methods import (
-    SIGNIFICANCE_LEVEL,
     CheckTime,
     GradientTimesActivation,
     ImportanceInput,
     ImportanceMethod,
     ImportanceOptions,
-    ImportanceResult,
     ImportanceSums,
     LeaveOneOut,
     ShapleyValue,
@@ -29,6 +27,7 @@ from .importance_methods import (
     make_time_check,
     rate_heads,
 )
+from .importance_result import SIGNIFICANCE_LEVEL, ImportanceResult
 from .lrp import LayerwiseRelevance
 from .objectives import Objective, choose_objective
 from .resampling import min_p_value
@@ -45,6 +44,7 @@ IMPORTANCE_METHODS: Mapping[str, ImportanceMethod] = {
         TaylorExpansion(),
         TaylorExpansion("size"),
         LayerwiseRelevance(),
+        LayerwiseRelevance("jacobian"),
     )
 }
 DEFAULT_OPTIONS = ImportanceOptions()

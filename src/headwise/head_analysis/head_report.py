@@ -22,7 +22,7 @@ from .head_classes import UNCLEAR
 from .head_figures import CLASS_STYLES, FIGURE_THEMES, FigureTheme, class_group, save_figure
 from .head_redundancy import RedundancyResult
 from .head_table import HeadMeasures, HeadTable
-from .importance_methods import ImportanceResult
+from .importance_result import ImportanceResult
 from .picture_examples import PictureMaker, make_picture
 
 if TYPE_CHECKING:

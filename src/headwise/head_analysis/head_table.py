@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 CSV_COLUMNS = (
@@ -122,6 +123,12 @@ class HeadTable:
         """Dictionary of plain values, ready for JSON."""
         heads = [head.data for head in self.heads]
         return {"model": self.model, "data": self.texts, "heads": heads, "notes": list(self.notes)}
+
+    def save(self, path: Path | str, *, overwrite: bool = False) -> None:
+        """Write the table to a .json file with `data`, or to a .csv file."""
+        from .table_files import save_table
+
+        save_table(path, self.data, self.to_csv, overwrite=overwrite)
 
     def to_csv(self) -> str:
         """The table as CSV: one line for each measure of each head, with its interval and its chance level.

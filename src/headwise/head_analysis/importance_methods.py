@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from ..inspect.model_inputs import ModelInputs
 from ..models import Transformer
 from ..models.block import LayerInputs, LayerStack
 from ..models.transformer import resolve_sequence
-from .head_table import Measure
+from .importance_result import HeadImportance
 from .objectives import EvaluationInput, Objective
 from .resampling import (
     CORRECTION_METHODS,
@@ -195,7 +195,6 @@ def make_forward(model: nn.Module, sites: Sequence[SiteModule], inputs: ModelInp
 
 
 NORMALISATIONS = ("", "layer")
-SIGNIFICANCE_LEVEL = 0.05
 MIN_NORM = 1e-20  # prevents division by zero, with the value of the code of 1905.10650
 ImportanceSums = Mapping[str, tuple[Array, Array]]  # site name -> sums [heads] and the counts to divide them by [heads]
 
@@ -233,91 +232,6 @@ class ImportanceOptions:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < minimum):
                 raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
-
-
-@dataclass(frozen=True)
-class HeadImportance:
-    """Importance of one head, with its confidence interval and p-value.
-
-    `p` is the p-value of this head alone, `level` the one corrected for all heads; both are NaN if the method is not
-    tested.
-    """
-
-    site: str
-    stack: str
-    kind: str
-    layer: int
-    head: int
-    kv: int
-    value: float
-    low: float
-    high: float
-    p: float = math.nan
-    level: float = math.nan
-
-    @property
-    def measure(self) -> Measure:
-        """The importance as a `Measure`, whose chance level is 0."""
-        return Measure(self.value, self.low, self.high, 0.0)
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """Dictionary of plain values; NaN becomes None."""
-        fields = asdict(self)
-        return {
-            name: None if isinstance(value, float) and math.isnan(value) else value for name, value in fields.items()
-        }
-
-
-@dataclass(frozen=True)
-class ImportanceResult:
-    """Importance of every head of a model: the method, the objective and the number of texts."""
-
-    model: str
-    method: str
-    objective: str
-    texts: int
-    heads: tuple[HeadImportance, ...]
-    notes: tuple[str, ...] = ()
-
-    def with_notes(self, notes: Sequence[str]) -> ImportanceResult:
-        """Return the result with more notes."""
-        return replace(self, notes=(*self.notes, *notes))
-
-    def head(self, site: str, number: int) -> HeadImportance:
-        """Return head `number` of the site named `site`; raise ValueError if it was not rated."""
-        matches = [head for head in self.heads if (head.site, head.head) == (site, number)]
-        if not matches:
-            sites = ", ".join(dict.fromkeys(head.site for head in self.heads))
-            raise ValueError(f"head {number} of {site!r} was not rated; the rated sites are {sites}")
-        return matches[0]
-
-    def __str__(self) -> str:
-        from .measure_tables import format_importance
-
-        return format_importance(self)
-
-    @property
-    def by_importance(self) -> tuple[HeadImportance, ...]:
-        """The heads by decreasing importance; heads with NaN come last."""
-        return tuple(sorted(self.heads, key=lambda head: math.inf if math.isnan(head.value) else -head.value))
-
-    @property
-    def significant_heads(self) -> tuple[HeadImportance, ...]:
-        """Heads whose corrected p-value is below `SIGNIFICANCE_LEVEL`."""
-        return tuple(head for head in self.heads if head.level < SIGNIFICANCE_LEVEL)
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """Dictionary of plain values, ready for JSON."""
-        return {
-            "model": self.model,
-            "method": self.method,
-            "objective": self.objective,
-            "texts": self.texts,
-            "heads": [head.data for head in self.heads],
-            "notes": list(self.notes),
-        }
 
 
 def rate_heads(

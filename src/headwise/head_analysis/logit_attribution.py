@@ -32,7 +32,8 @@ class LogitShare(NamedTuple):
 class LogitAttribution:
     """Direct contributions of heads to the logit of a token at one position.
 
-    `logit` is the sum of `heads` and `rest`: what embeddings, feed-forward layers and biases add.
+    `logit` is the sum of `heads` and `rest`: what embeddings, feed-forward layers and biases add. `words` are the
+    strings of the token and the baseline.
     """
 
     position: int
@@ -41,6 +42,18 @@ class LogitAttribution:
     logit: float
     rest: float
     heads: tuple[LogitShare, ...]
+    words: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        from .measure_tables import format_logit_shares
+
+        return format_logit_shares(self)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The attribution as plain values, the largest contribution first."""
+        fields = {name: getattr(self, name) for name in ("position", "token", "baseline", "logit", "rest", "words")}
+        return fields | {"heads": [share._asdict() for share in self.by_size]}
 
     @property
     def by_size(self) -> list[LogitShare]:
@@ -70,7 +83,9 @@ def attribute_logit(
     >>> round(found.rest + sum(share.value for share in found.heads) - found.logit, 5)
     0.0
     """
-    ids = torch.tensor(prepare_inputs(model, inputs, 0).prompt_ids[:1])
+    prepared = prepare_inputs(model, inputs, 0)
+    rows = prepared.token_rows.get("text", ())
+    ids = torch.tensor([[token for token in row.ids if token >= 0] for row in rows[:1]])  # padding is negative
     if ids.numel() == 0:
         raise ValueError("the inputs hold no token ids; give ids [1, tokens] or a text")
     net = as_native_model(model).eval()
@@ -102,7 +117,8 @@ def attribute_logit(
             shares.append(LogitShare(site, head, float(written @ direction)))
     logit = float(explained[chosen] - (explained[baseline] if baseline is not None else 0))
     rest = logit - sum(share.value for share in shares)
-    return LogitAttribution(position % count, chosen, baseline, logit, rest, tuple(shares))
+    words = tuple(prepared.decode_token(one) for one in (chosen, baseline) if one is not None)
+    return LogitAttribution(position % count, chosen, baseline, logit, rest, tuple(shares), words)
 
 
 class _OutputHook:

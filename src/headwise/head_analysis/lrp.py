@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..errors import suggest
 from ..inspect.model_inputs import ModelInputs
-from ..interfaces.core_types import Probe
+from ..interfaces.core_types import CoreShape, Probe
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ExpertsSpec
 from ..models import Transformer
@@ -116,6 +117,37 @@ class RelevanceTape:
 
         return self._record((w_HTS @ v_HSV).transpose(0, 1), [v], back)
 
+    def attention_core(self, qkv: CoreNodes, w_HTS: Tensor, core: CoreShape) -> RelevanceNode:
+        """Head outputs [T, H, V] of softmax attention, whose contributions are x dz/dx for x in q, k and v.
+
+        The weights follow from queries and keys, so that these receive relevance through the Jacobian of the softmax.
+        """
+        w_HTS = w_HTS.double()
+        v_HSV = qkv.v.value[:, list(core.value_head_of_row)].transpose(0, 1)
+        z_THV = (w_HTS @ v_HSV).transpose(0, 1)
+
+        def back(relevance: Tensor) -> list[Tensor]:
+            received = [torch.zeros_like(node.value) for node in qkv]
+            for head, (group, row) in enumerate(zip(core.key_head_of_query, core.value_head_of_row, strict=True)):
+                inputs = HeadCore(
+                    qkv.q.value[:, head], qkv.k.value[:, group], v_HSV[head], w_HTS[head], z_THV[:, head], core.scale
+                )
+                shares = _attention_core_backward(inputs, relevance[:, head])
+                for tensor, index, share in zip(received, (head, group, row), shares, strict=True):
+                    tensor[:, index] += share
+            return received
+
+        return self._record(z_THV, qkv, back)
+
+    def token_linear(self, x: RelevanceNode, weight_TOI: Tensor, bias_TO: Tensor) -> RelevanceNode:
+        """W_t x_t + b_t with a matrix of its own for each token, as of rotated queries."""
+
+        def back(relevance: Tensor) -> list[Tensor]:
+            tokens = zip(x.value, weight_TOI, bias_TO, relevance, strict=True)
+            return [torch.stack([_linear_backward(one[None], w, b, r[None])[0] for one, w, b, r in tokens])]
+
+        return self._record(torch.einsum("toi,ti->to", weight_TOI, x.value) + bias_TO, [x], back)
+
     def reshape(self, x: RelevanceNode, shape: Sequence[int]) -> RelevanceNode:
         """The value in another shape."""
         return self._record(x.value.reshape(*shape), [x], lambda relevance: [relevance.reshape(x.value.shape)])
@@ -150,6 +182,47 @@ def _linear_backward(x: Tensor, weight: Tensor, bias: Tensor, relevance: Tensor)
     return _divide_relevance(contributions, relevance[..., None]).sum(1)
 
 
+class CoreNodes(NamedTuple):
+    """Nodes of queries [T, H, K], keys [S, G, K] and values [S, G, V]."""
+
+    q: RelevanceNode
+    k: RelevanceNode
+    v: RelevanceNode
+
+
+class HeadCore(NamedTuple):
+    """Queries, keys, values, weights, outputs and the scale of scores of one head."""
+
+    q_TK: Tensor
+    k_SK: Tensor
+    v_SV: Tensor
+    w_TS: Tensor
+    z_TV: Tensor
+    scale: float
+
+
+def _attention_core_backward(core: HeadCore, relevance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Relevance of queries, keys and values of one head; relevance is [T, V].
+
+    An output z_tc receives w_ts v_sc from a value, and from channel d of the query and of a key the product of
+    b_sd = scale q_td k_sd and a_sc = w_ts (v_sc - z_tc), the derivative of z_tc with respect to a score.
+    """
+    queries, keys, values = (torch.zeros_like(tensor) for tensor in core[:3])
+    for t, (q_K, w_S, z_V, r_V) in enumerate(zip(core.q_TK, core.w_TS, core.z_TV, relevance, strict=True)):
+        a_SV, b_SK = w_S[:, None] * (core.v_SV - z_V), core.scale * q_K * core.k_SK
+        a_pos, a_neg, b_pos, b_neg = a_SV.clamp(min=0), a_SV.clamp(max=0), b_SK.clamp(min=0), b_SK.clamp(max=0)
+        v_pos, v_neg = w_S[:, None] * core.v_SV.clamp(min=0), w_S[:, None] * core.v_SV.clamp(max=0)
+        of_query = b_SK.T @ a_SV
+        pos_S, neg_S = b_pos.sum(1), b_neg.sum(1)
+        positive = v_pos.sum(0) + of_query.clamp(min=0).sum(0) + pos_S @ a_pos + neg_S @ a_neg
+        negative = v_neg.sum(0) + of_query.clamp(max=0).sum(0) + pos_S @ a_neg + neg_S @ a_pos
+        gain, loss = alpha_beta_shares(r_V, positive, negative)
+        values += v_pos * gain + v_neg * loss
+        queries[t] = of_query.clamp(min=0) @ gain + of_query.clamp(max=0) @ loss
+        keys += b_pos * (a_pos @ gain + a_neg @ loss)[:, None] + b_neg * (a_neg @ gain + a_pos @ loss)[:, None]
+    return queries, keys, values
+
+
 def _attention_read_backward(w: Tensor, v: Tensor, relevance: Tensor) -> Tensor:
     """Relevance of the values; sums of the contributions w_ts v_s of either sign are two matrix products."""
     w_pos, w_neg, v_pos, v_neg = w.clamp(min=0), w.clamp(max=0), v.clamp(min=0), v.clamp(max=0)
@@ -159,6 +232,7 @@ def _attention_read_backward(w: Tensor, v: Tensor, relevance: Tensor) -> Tensor:
 
 # --- Relevance of heads for the largest logit ----------------------------------------------------------
 
+WEIGHT_RULES = ("constant", "jacobian")
 TOLERANCE = 1e-4  # relative error allowed between recorded values and those of the model
 
 
@@ -166,13 +240,29 @@ TOLERANCE = 1e-4  # relative error allowed between recorded values and those of 
 class LayerwiseRelevance(ImportanceMethod):
     """Share of a layer's relevance for the largest logits that passes through each head (LRP, 1905.09418).
 
-    Each text starts with a relevance of 1, divided equally among the largest logits of its positions. Attention
-    weights, gates of feed-forward layers and standard deviations of norms (2202.07304) are constants.
+    Each text starts with a relevance of 1, divided equally among the largest logits of its positions. Gates of
+    feed-forward layers and standard deviations of norms (2202.07304) are constants. With `weights` "constant", so are
+    attention weights; with "jacobian", relevance passes to queries and keys through the Jacobian of the softmax, as in
+    the authors' code.
     """
 
-    name = "lrp"
+    weights: str = "constant"
     measured_quantity = "largest logit"
-    notes = ("attention weights, gates and standard deviations of norms are treated as constants",)
+
+    def __post_init__(self) -> None:
+        if self.weights not in WEIGHT_RULES:
+            raise ValueError(f"unknown weights={self.weights!r}; {suggest(self.weights, WEIGHT_RULES)}")
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The name of the method in `IMPORTANCE_METHODS`."""
+        return "lrp" if self.weights == "constant" else f"lrp-{self.weights}"
+
+    @property
+    def notes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What is treated as a constant."""
+        constants = "attention weights, gates" if self.weights == "constant" else "gates"
+        return (f"{constants} and standard deviations of norms are treated as constants",)
 
     def unsupported_reason(self, model: nn.Module) -> str:
         if not isinstance(model, Transformer):
@@ -192,7 +282,7 @@ class LayerwiseRelevance(ImportanceMethod):
         run = texts[0].run
         assert isinstance(run.model, Transformer)
         with torch.inference_mode():
-            forward = RelevanceForward(run.model, run.inputs)
+            forward = RelevanceForward(run.model, run.inputs, self.weights)
             forward.propagate()
         by_head = {name: node.relevance.sum((0, 2)).cpu().numpy() for name, node in forward.head_outputs.items()}
         return {name: (values, np.full(len(values), values.sum())) for name, values in by_head.items()}
@@ -204,8 +294,8 @@ class RelevanceForward:
     `head_outputs` maps site names to nodes of head outputs; `top_logits` is the node of the largest logits.
     """
 
-    def __init__(self, model: Transformer, inputs: ModelInputs) -> None:
-        self.net, self.tape, kwargs = model, RelevanceTape(), inputs.kwargs
+    def __init__(self, model: Transformer, inputs: ModelInputs, weights: str = "constant") -> None:
+        self.net, self.tape, self.weights, kwargs = model, RelevanceTape(), weights, inputs.kwargs
         self.head_outputs: dict[str, RelevanceNode] = {}
         self.stack_inputs: dict[str, RelevanceNode] = {}  # hidden states that enter each stack
         inputs_of_stack = [(kwargs.get("source"), kwargs.get("source_sequence")), (kwargs["x"], kwargs.get("sequence"))]
@@ -296,17 +386,30 @@ class RelevanceForward:
         parameter = next(attention.parameters())
         x_BTM, kv_input_BSM = (node.value[None].to(parameter.dtype) for node in (x, kv_input))
         source = None if kv_input is x else attention.project_source(kv_input_BSM, sequence=call.source_sequence)
-        probe = Probe("weights", "heads")
+        probe = Probe("q", "k", "weights", "heads")
         o_BTOV = attention.head_outputs(x_BTM, source=source, sequence=call.sequence, probe=probe)
         weight, bias, groups = _probe_value_map(attention, site)
         v = self.tape.reshape(self.tape.linear(kv_input, weight, bias), (len(kv_input.value), groups, -1))
         core = attention.spec.core_of(attention.spec.projection_form(one=False))
-        z = self.tape.attention_read(v, probe.tensors["weights"][0], core.value_head_of_row)
+        w_HTS = probe.tensors["weights"][0]
+        if self.weights == "constant":
+            z = self.tape.attention_read(v, w_HTS, core.value_head_of_row)
+        else:
+            maps = _probe_qk_maps(attention, call, (len(x.value), len(kv_input.value)), kv_input is not x)
+            q, k = (self._run_projection(node, one) for node, one in zip((x, kv_input), maps, strict=True))
+            _check_softmax(site, (q, k), probe.tensors, core)
+            z = self.tape.attention_core(CoreNodes(q, k, v), w_HTS, core)
         _check_same_output(site, z.value, o_BTOV[0].double())
         self.head_outputs[site] = z
         weight, bias = _probe_output_map(attention, o_BTOV)
         flat = self.tape.reshape(z, (len(x.value), -1))
         return self.tape.linear(flat, weight, bias, attention.merge_heads(o_BTOV)[0].double())
+
+    def _run_projection(self, x: RelevanceNode, token_map: TokenMap) -> RelevanceNode:
+        """Queries or keys of a layer, [tokens, heads, channels]."""
+        shape = token_map.bias_THK.shape
+        flat = self.tape.token_linear(x, token_map.weight_THKI.flatten(1, 2), token_map.bias_THK.flatten(1))
+        return self.tape.reshape(flat, shape)
 
     def _run_output_head(self, h: RelevanceNode, sequence: SequenceInfo) -> RelevanceNode:
         """Logits of the model's first head; sets `top_logits`, the largest one of each position."""
@@ -369,6 +472,58 @@ def _probe_value_map(attention: Attention, site: str) -> tuple[Tensor, Tensor, i
     values = entry["v"][:, 0]
     flat = values.flatten(1).double()
     return (flat[1:] - flat[0]).T, flat[0], values.shape[1]
+
+
+class TokenMap(NamedTuple):
+    """Affine map from each token to its queries or keys, which depends on its position."""
+
+    weight_THKI: Tensor
+    bias_THK: Tensor
+
+
+def _probe_qk_maps(
+    attention: Attention, call: LayerInputs, lengths: tuple[int, int], has_source: bool
+) -> tuple[TokenMap, TokenMap]:
+    """Affine maps from tokens to queries and to keys, measured with one-hot inputs at the positions of the text."""
+    parameter, spec = next(attention.parameters()), attention.spec
+    widths = (spec.model, spec.source or spec.model)
+    inputs = [torch.zeros(1, length, width).to(parameter) for length, width in zip(lengths, widths, strict=True)]
+
+    def project(x: Tensor, source: Tensor) -> Mapping[str, Tensor]:
+        probe = Probe("q", "k")
+        projected = attention.project_source(source, sequence=call.source_sequence) if has_source else None
+        attention.head_outputs(x, source=projected, sequence=call.sequence, probe=probe)
+        return {name: probe.tensors[name][0].double() for name in ("q", "k")}
+
+    bias = project(*inputs)
+    columns: dict[str, list[Tensor]] = {"q": [], "k": []}
+    for channel in range(max(widths)):
+        one_hot = [tensor.clone() for tensor in inputs]
+        for tensor in one_hot:
+            tensor[..., channel : channel + 1] = 1  # nothing if this side has fewer channels
+        found = project(*one_hot)
+        for name, width in zip(columns, widths, strict=True):
+            columns[name] += [found[name] - bias[name]] if channel < width else []
+    maps = {name: TokenMap(torch.stack(columns[name], -1), bias[name]) for name in columns}
+    return maps["q"], maps["k"]
+
+
+def _check_softmax(
+    site: str, qk: tuple[RelevanceNode, RelevanceNode], probed: Mapping[str, Tensor], core: CoreShape
+) -> None:
+    """Refuse a layer whose weights are not the softmax of scaled products of affine queries and keys."""
+    for node, name in zip(qk, ("q", "k"), strict=True):
+        _check_same_output(f"the projection of {site}", node.value, probed[name][0].double())
+    w_HTS = probed["weights"][0].double()
+    if not len(w_HTS) == len(core.key_head_of_query) == len(core.value_head_of_row):
+        raise ValueError(f"cannot propagate relevance through weights: heads of {site} are combined; use lrp")
+    k_SHK = qk[1].value[:, list(core.key_head_of_query)]
+    scores = torch.einsum("thk,shk->hts", qk[0].value, k_SHK) * core.scale
+    expected = scores.masked_fill(w_HTS == 0, -torch.inf).softmax(-1).nan_to_num(0.0)
+    error = float((expected - w_HTS).abs().max())
+    if not error <= TOLERANCE:
+        fact = f"the weights of {site} are not the softmax of scaled products of queries and keys"
+        raise ValueError(f"cannot propagate relevance through weights: {fact}; use lrp, which holds weights constant")
 
 
 def _probe_output_map(attention: Attention, o_BTOV: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from .head_table import HeadTable, Measure
-from .importance_methods import ImportanceResult
+from .importance_result import ImportanceResult
+
+if TYPE_CHECKING:
+    from .attention_maps import AttentionTable
+    from .logit_attribution import LogitAttribution
 
 LINE_WIDTH = 80
 SMALLEST_FIXED, LARGEST_FIXED = 0.01, 10_000.0  # magnitudes that two decimals can show
@@ -98,3 +103,29 @@ def format_importance(result: ImportanceResult) -> str:
     title = f"{result.model}, {result.texts} texts: importance by {result.method} for {result.objective}"
     lines = format_columns(["site", "head", "importance", *INTERVAL_COLUMNS, "corrected p"], rows)
     return "\n".join([title, INTERVAL_NOTE, "", *lines, *format_notes(result.notes)])
+
+
+def format_logit_shares(attribution: LogitAttribution) -> str:
+    """Format what heads add to a logit, the largest contribution first."""
+    shares = attribution.by_size
+    names = [f"token {token}" for token in (attribution.token, attribution.baseline) if token is not None]
+    named = [f"{name} ({word!r})" for name, word in zip(names, attribution.words or names, strict=True)]
+    what = f"the logit of {' minus that of '.join(named)}"
+    total, rest, *numbers = format_numbers([attribution.logit, attribution.rest, *(share.value for share in shares)])
+    rows = [[share.site, str(share.head), number, ""] for share, number in zip(shares, numbers, strict=True)]
+    lines = format_columns(["site", "head", "added", ""], rows)
+    title = f"{what} at position {attribution.position}: {total}, of which {rest} comes from no head"
+    return "\n".join([*textwrap.wrap(title, LINE_WIDTH), "", *lines])
+
+
+def format_attention_table(table: AttentionTable) -> str:
+    """Format the largest entries of every query of an attention matrix, largest first."""
+    numbers = iter(format_numbers([value for row in table.values for value in row]))
+    rows: list[list[str]] = []
+    for place, (query, values) in enumerate(zip(table.queries, table.values, strict=True)):
+        texts = [next(numbers) for _ in values]
+        order = sorted(range(len(values)), key=lambda key: -values[key])[: table.top]
+        found = "  ".join(f"{table.keys[key]!r} {key}: {texts[key]}" for key in order if values[key])
+        rows.append([repr(query), str(place), found])
+    lines = format_columns(["query", "position", "largest keys"], rows)
+    return "\n".join([table.title, "", *lines])

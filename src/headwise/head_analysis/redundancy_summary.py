@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 SIGNIFICANCE = 0.05
 MIN_SINK_WEIGHT = 0.005  # mean weight on sinks that is worth a sentence
+SMALLEST_FIXED = 0.001  # smaller distances are printed in scientific form
 MAX_DIVERGENCE = math.log(2)  # the largest Jensen-Shannon divergence, in nats
 
 
@@ -33,7 +34,7 @@ def compare_redundancy(group: ComparableHeads, other: ComparableHeads) -> str:
     """A sentence about another model on the same texts: its median distance and how many of its pairs are similar."""
     median = float(np.median(other.distances[np.triu_indices(len(other.heads), 1)]))
     return (
-        f"among {_describe_heads(other)}, the median pair is {median:.3f} nats apart without sinks, and "
+        f"among {_describe_heads(other)}, the median pair is {_nats(median)} nats apart without sinks, and "
         f"{len(other.similar_pairs)} of {other.num_pairs} pairs are significantly similar "
         f"(instead of {len(group.similar_pairs)})."
     )
@@ -63,16 +64,16 @@ def _distances_sentence(group: ComparableHeads) -> str:
     similar = group.similar_pairs
     sinks = f" without the {group.sink_weight:.0%} of their weight that is on sinks," if _has_sinks(group) else ""
     sentence = (
-        f"Among {_describe_heads(group)},{sinks} the median pair has a Jensen-Shannon divergence of {median:.3f} nats "
-        f"(at most {MAX_DIVERGENCE:.3f}), and of {chance:.3f} if weights are permuted; "
-        f"{len(similar)} of {group.num_pairs} pairs are significantly closer than {group.threshold:.3f}, "
+        f"Among {_describe_heads(group)},{sinks} the median pair has a Jensen-Shannon divergence of {_nats(median)} "
+        f"nats (at most {_nats(MAX_DIVERGENCE)}), and of {_nats(chance)} if weights are permuted; "
+        f"{len(similar)} of {group.num_pairs} pairs are significantly closer than {_nats(group.threshold)}, "
         f"where {group.similar_pair_test.chance:.1f} are expected by chance ({_format_p(group.similar_pair_test)})"
     )
     if not similar:
         return f"{sentence}."
     first, second = similar[0]
     distance = group.distances[group.heads.index(first), group.heads.index(second)]
-    return f"{sentence}; the closest are {first} and {second} with {distance:.3f}."
+    return f"{sentence}; the closest are {first} and {second} with {_nats(distance)}."
 
 
 def _has_sinks(group: ComparableHeads) -> bool:
@@ -84,16 +85,18 @@ def _whole_rows_sentence(group: ComparableHeads) -> str:
     if not _has_sinks(group):
         return ""
     whole = group.with_sinks
-    pairs = f"{whole.num_similar} of {math.comb(len(whole.distances), 2)} pairs are closer than {whole.threshold:.3f}"
+    pairs = (
+        f"{whole.num_similar} of {math.comb(len(whole.distances), 2)} pairs are closer than {_nats(whole.threshold)}"
+    )
     expected = f"{whole.num_expected:.1f} are expected if every row keeps its sinks"
-    return f"With sinks, the median pair is {whole.median:.3f} nats apart, and {pairs}, where {expected}."
+    return f"With sinks, the median pair is {_nats(whole.median)} nats apart, and {pairs}, where {expected}."
 
 
 def _clusters_sentence(group: ComparableHeads) -> str:
     clusters = group.cluster_members
     count = len(clusters)
     counts = f"{count} cluster{'s' if count > 1 else ''} ({group.num_chance_clusters} by chance)"
-    return f"Clustering up to {group.threshold:.3f} nats gives {counts}, the largest with {len(clusters[0])} heads."
+    return f"Clustering up to {_nats(group.threshold)} nats gives {counts}, the largest with {len(clusters[0])} heads."
 
 
 def _layers_sentence(group: ComparableHeads) -> str:
@@ -117,7 +120,7 @@ def _layers_sentence(group: ComparableHeads) -> str:
 
 def _within_layer_sentence(test: PermutationTest) -> str:
     direction = "closer to" if test.value < 0 else "farther from"
-    distance = f"{abs(test.value):.3f} nats {direction} each other than to heads of other layers"
+    distance = f"{_nats(abs(test.value))} nats {direction} each other than to heads of other layers"
     return f"Heads of one layer are {distance} ({_format_p(test)})."
 
 
@@ -126,6 +129,11 @@ def _outputs_sentence(group: ComparableHeads) -> str:
         return ""
     correlation = f"r = {group.agreement.value:.2f} ({_format_p(group.agreement)})"
     return f"Distances between attention patterns and between outputs correlate with {correlation}."
+
+
+def _nats(value: float) -> str:
+    """A distance with three decimals, or in scientific form if these would show no digit of it."""
+    return f"{value:.3f}" if value == 0 or abs(value) >= SMALLEST_FIXED else f"{value:.1e}"
 
 
 def _format_p(test: PermutationTest) -> str:

@@ -20,7 +20,8 @@ from .head_classes import classify_heads
 from .head_importance import DEFAULT_OPTIONS, estimate_importance
 from .head_measurement import MeasureCollector, MeasureOptions, measure_heads
 from .head_table import HeadTable
-from .importance_methods import ImportanceMethod, ImportanceOptions, ImportanceResult
+from .importance_methods import ImportanceMethod, ImportanceOptions
+from .importance_result import ImportanceResult
 from .objectives import Objective
 
 TEXT_KINDS = "strings, pairs (source, target) of strings, or Examples"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from ..models.save_load import check_processor
 from .llama2c import BOS_ID, make_tokenizer_json
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+PROCESSOR_FILE = "preprocessor_config.json"
 TOKENIZER_CONFIG_FILES = ("special_tokens_map.json", "tokenizer_config.json")  # either may contain the mask token
 
 
@@ -37,6 +39,7 @@ def read_processor(folder: Path, model_spec: ModelSpec) -> ProcessorSpec:
     fields = _read_config_fields(folder, config, model_spec)
     if (folder / TOKENIZER_FILE).is_file():
         fields |= _read_tokenizer(folder)
+    fields |= _read_image_processor(folder, model_spec)
     usage = ProcessorSpec(**fields)
     check_processor(model_spec, usage, f"{folder}/")
     return usage
@@ -118,6 +121,37 @@ def _read_tokenizer(folder: Path) -> dict[str, Any]:
     mask = _read_mask_token(folder)
     fields = {"tokenizer": document, "before": before, "behind": behind}
     return fields | ({} if mask is None else {"mask": tokenizer.token_to_id(mask)})
+
+
+def _read_image_processor(folder: Path, model_spec: ModelSpec) -> dict[str, Any]:
+    """Size, mean and deviation of the pixels of a vision model; {} for other models, or if they are not recorded.
+
+    Images are resized to the size of the model; cropping is left out.
+    """
+    embedding = model_spec.stacks[0].embedding if model_spec.stacks else None
+    patches = None if embedding is None else embedding.patches
+    path = folder / PROCESSOR_FILE
+    config = read_json(path)
+    if patches is None or not config or not _is_scaled_to_one(config):
+        return {}
+    size = {"size": (patches.rows * patches.high, patches.columns * patches.wide)}
+    if not config.get("do_normalize", True):
+        return size | {"mean": (0.0,) * patches.channels, "deviation": (1.0,) * patches.channels}
+    statistics = {"mean": config.get("image_mean"), "deviation": config.get("image_std")}
+    if any(value is None for value in statistics.values()):
+        return {}
+    for name, value in statistics.items():
+        values = value if isinstance(value, list) else [value] * patches.channels
+        if len(values) != patches.channels or not all(type(number) in (int, float) for number in values):
+            raise SpecError(f"{path}: {value!r} is not one number for each of {patches.channels} channels; correct it")
+        statistics[name] = tuple(map(float, values))
+    return size | statistics
+
+
+def _is_scaled_to_one(config: Mapping[str, Any]) -> bool:
+    """Whether pixels 0..255 are scaled to 0..1 before they are normalised."""
+    factor = config.get("rescale_factor", 1 / 255)
+    return bool(config.get("do_rescale", True)) and isinstance(factor, float) and math.isclose(factor, 1 / 255)
 
 
 def _read_mask_token(folder: Path) -> str | None:

@@ -131,6 +131,7 @@ class Pool(AttentionConversion):
         self, spec: AttentionSpec, weights: Weights, statistics: KVStatistics, importance: Sequence[float]
     ) -> ConvertedLayer:
         groups = self._group_heads(spec, weights, statistics)
+        spec.with_heads(kv=self.kv)  # raises before heads are aligned if parts of the layer need more key-value heads
         alignment = AlignmentResult(dict(weights), {}, {})
         if sides := ALIGN_SIDES[self.align]:
             assert statistics is not None

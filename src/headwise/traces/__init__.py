@@ -16,6 +16,7 @@ In reading order:
 from .attention_record import AttentionCallRecord, AttentionRecord, PackedMask, TokenRow
 from .attention_trace import Trace
 from .import_export import trace_from_weights
+from .query_key_map import QueryKeyMap, map_queries_and_keys
 from .token_grouping import TokenGrouping, group_tokens
 from .trace_comparison import TraceComparison, compare_traces
 from .trace_file import load_trace
@@ -24,6 +25,7 @@ __all__ = [
     "AttentionCallRecord",
     "AttentionRecord",
     "PackedMask",
+    "QueryKeyMap",
     "TokenGrouping",
     "TokenRow",
     "Trace",
@@ -31,5 +33,6 @@ __all__ = [
     "compare_traces",
     "group_tokens",
     "load_trace",
+    "map_queries_and_keys",
     "trace_from_weights",
 ]

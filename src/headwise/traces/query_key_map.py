@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,23 @@ class QueryKeyMap(NamedTuple):
     queries: Array
     keys: Array
     share: float
+    query_words: tuple[str, ...] = ()
+    key_words: tuple[str, ...] = ()
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The points as plain values."""
+        points = {"queries": self.queries.tolist(), "keys": self.keys.tolist(), "share": self.share}
+        return points | {"query_words": self.query_words, "key_words": self.key_words}
+
+    def __str__(self) -> str:
+        lines = [f"queries and keys on the plane of their largest variance ({self.share:.0%} of it)", ""]
+        lines.append(f"{'':<6}{'position':>8}  {'x':>9}  {'y':>9}  token")
+        for kind, points, words in (("query", self.queries, self.query_words), ("key", self.keys, self.key_words)):
+            named = words or ("",) * len(points)
+            for place, ((x, y), word) in enumerate(zip(points.tolist(), named, strict=True)):
+                lines.append(f"{kind:<6}{place:>8}  {x:>9.3f}  {y:>9.3f}  {word!r}")
+        return "\n".join(lines)
 
 
 def map_queries_and_keys(trace: Trace, site: str | int, head: int, *, row: int = 0) -> QueryKeyMap:
@@ -44,7 +61,13 @@ def map_queries_and_keys(trace: Trace, site: str | int, head: int, *, row: int =
     points = np.pad(points, ((0, 0), (0, 2 - points.shape[1])))  # a head of one channel has one component
     total = float((sizes**2).sum())
     share = float((sizes[:2] ** 2).sum() / total) if total > 0 else 1.0
-    return QueryKeyMap(points[: len(queries)].astype(np.float32), points[len(queries) :].astype(np.float32), share)
+    words = (
+        trace.streams[stream][row].words[:count] if trace.streams.get(stream) else ()
+        for stream, count in ((layer.query_stream, len(queries)), (layer.key_stream, len(keys)))
+    )
+    return QueryKeyMap(
+        points[: len(queries)].astype(np.float32), points[len(queries) :].astype(np.float32), share, *words
+    )
 
 
 def _normalise_lengths(vectors: Array) -> Array:

@@ -21,6 +21,7 @@ from .attention_trace import Trace, query_blocks
 Positions = NDArray[np.int64]
 MAX_EDITED_TOKENS = 1 << 24  # product of the lengths of the parts that differ; longer ones are not aligned inside
 SUM_TOLERANCE = 1e-3
+SMALLEST_FIXED = 1e-3  # the smallest number that four decimals show with two digits
 
 
 class HeadDifference(NamedTuple):
@@ -124,10 +125,20 @@ class TraceComparison:
         lines = [f"{len(pairs.first)} aligned tokens of the {name}" for name, pairs in self.alignments.items()]
         lines += [f"not compared: {site}: {reason}" for site, reason in self.left_out.items()]
         lines += [f"{'head':<28} {'divergence':>10} {'largest':>9} {'entropy change':>15}"]
-        for head in self.ranked:
+        ranked = self.ranked
+        divergences = _format_column([head.divergence for head in ranked])
+        weights = _format_column([head.largest for head in ranked])
+        changes = _format_column([head.entropy_change for head in ranked], "+")
+        for head, *cells in zip(ranked, divergences, weights, changes, strict=True):
             name = f"{head.site} H{head.head}"
-            lines.append(f"{name:<28} {head.divergence:>10.4f} {head.largest:>9.4f} {head.entropy_change:>+15.4f}")
+            lines.append(f"{name:<28} {cells[0]:>10} {cells[1]:>9} {cells[2]:>15}")
         return "\n".join(lines)
+
+
+def _format_column(values: Sequence[float], sign: str = "") -> list[str]:
+    """Format numbers alike: with four decimals, or in scientific form if these would hide most digits of one."""
+    is_fixed = all(abs(value) >= SMALLEST_FIXED for value in values if value and math.isfinite(value))
+    return [format(value, f"{sign}.4f" if is_fixed else f"{sign}.2e") for value in values]
 
 
 def compare_traces(

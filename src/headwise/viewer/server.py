@@ -23,8 +23,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ..errors import SpecError
+from ..traces import map_queries_and_keys
 from ..traces.head_steps import HeadPlace
-from ..traces.query_key_map import map_queries_and_keys
 from .binary_answers import encode_marginals, encode_measures, encode_thumbnails, encode_tile
 from .comparison_actions import compare_attention, exact_pair, pool_difference
 from .cost_actions import compute_cost

@@ -111,7 +111,7 @@ def make_input_reader(net: Transformer) -> InputReader:
     if net.usage.mean and (net.usage.size or patches.columns == 1):
         return ImageReader(net) if net.usage.size else FrameReader(net)
     fact = f"{net.spec.name} does not record the size and normalisation of its inputs"
-    raise SpecError(f"{fact}; set them, as in net.usage = Usage(size=(28, 28), mean=(0.13,), deviation=(0.31,))")
+    raise SpecError(f"{fact}; add image_mean and image_std in a preprocessor_config.json to its folder")
 
 
 class TextReader(InputReader):

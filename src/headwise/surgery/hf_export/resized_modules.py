@@ -39,6 +39,15 @@ class AttentionLocation(NamedTuple):
     tensor_paths: tuple[str, ...]
     before: AttentionSpec
     after: AttentionSpec | None
+    kv_paths: tuple[str, ...] = ()
+
+    @property
+    def repeats(self) -> dict[str, int]:
+        """How often keys and values are repeated if each query head needs its own; {} if they are not grouped."""
+        heads = None if self.after is None else self.after.heads
+        if heads is None or heads.kv == heads.q or not heads.is_evenly_grouped or heads.dim != heads.vdim:
+            return {}
+        return {"count": heads.q // heads.kv, "width": heads.dim}
 
 
 def list_module_changes(folder: Path, rewrite: ShardRewrite) -> list[ModuleChanges]:
@@ -62,15 +71,25 @@ def list_module_changes(folder: Path, rewrite: ShardRewrite) -> list[ModuleChang
             }
     candidates = list[ModuleChanges]()
     return_counts = RETURN_COUNTS if any("constant" in change for change in changes.values()) else RETURN_COUNTS[:1]
-    for return_count, numbers in islice(product(return_counts, _list_new_numbers(modules, locations)), MAX_CANDIDATES):
-        candidates.append(_merge_changes(changes, numbers, return_count))
+    repeats = {path: location.repeats for location in locations for path in location.kv_paths if location.repeats}
+    new_numbers = list(islice(_list_new_numbers(modules, locations), MAX_CANDIDATES))
+    for repeated in ({}, repeats) if repeats else ({},):
+        for return_count, numbers in islice(product(return_counts, new_numbers), MAX_CANDIDATES):
+            candidates.append(_merge_changes(changes, numbers, return_count, repeated))
     return candidates
 
 
-def _merge_changes(changes: ModuleChanges, numbers: Mapping[str, Mapping[str, int]], returns: int) -> ModuleChanges:
+def _merge_changes(
+    changes: ModuleChanges,
+    numbers: Mapping[str, Mapping[str, int]],
+    returns: int,
+    repeats: Mapping[str, Mapping[str, int]],
+) -> ModuleChanges:
     merged = {path: dict(change) for path, change in changes.items()}
     for path, values in numbers.items():
         merged.setdefault(path, {})["set"] = dict(values)
+    for path, repeat in repeats.items():
+        merged.setdefault(path, {})["repeat"] = dict(repeat)
     for change in merged.values():
         if "constant" in change:
             change["constant"] = change["constant"] | {"num_outputs": returns}
@@ -170,8 +189,21 @@ def _locate_attentions(
             output_path.removeprefix(f"{module_path}.") if output_path.startswith(f"{module_path}.") else None
         )
         yield AttentionLocation(
-            site, module_path, output_weight, tuple(sorted(inner_paths | {module_path})), spec, new_specs.get(site)
+            site,
+            module_path,
+            output_weight,
+            tuple(sorted(inner_paths | {module_path})),
+            spec,
+            new_specs.get(site),
+            _separate_paths(paths),
         )
+
+
+def _separate_paths(paths: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the modules of the key and of the value projection, if each is a module of its own."""
+    found = [paths[key] for key in ("project.k", "project.v") if key in paths]
+    others = [path for key, path in paths.items() if key == "project.q"]
+    return tuple(found) if len({*found, *others}) == 3 else ()
 
 
 def _common_module(paths: Sequence[str]) -> str:
