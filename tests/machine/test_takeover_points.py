@@ -88,6 +88,17 @@ def test_where_nobody_measured_no_kernel_is_preferred(name: str):
         assert "nobody measured (flash_cpu" in " ".join(str(hw.why(PLAIN)).split())
 
 
+def test_one_thread_has_sizes_of_its_own():
+    sizes = [points_of_class("x86-avx512-bf16", threads).points["gemv_tokens_float32"].size for threads in (None, 1, 2)]
+    assert sizes == [4, 64, 4]
+    x, w = torch.randn(60, 512), torch.randn(512, 512)
+    with torch.no_grad():
+        plain = linear(x, w)
+        with assume_points(points_of_class("x86-avx512-bf16", 1)):
+            assert uses_gemv_kernel(x, [w])
+            check_close(linear(x, w), plain, rtol=1e-4, atol=1e-4)
+
+
 # --- choices by class ----------------------------------------------------------------------------------
 
 

@@ -127,7 +127,7 @@ def measurements() -> dict[str, PointMeasurement]:
         )
         found[f"gemv_{label}"] = PointMeasurement(nbytes, lambda size, dtype=dtype: _product_call(size, 1, dtype))
         found[f"gemv_tokens_{label}"] = PointMeasurement(
-            (1, 2, 3, 4, 8), lambda size, dtype=dtype: _product_call(2**24, size, dtype)
+            (1, 2, 4, 8, 16, 64), lambda size, dtype=dtype: _product_call(2**24, size, dtype)
         )
     return {name: found[name] for name in POINT_NAMES if has_kernels() or name in KERNEL_FREE_POINTS}
 
@@ -290,7 +290,7 @@ class CalibrationReport:
         }
 
     def __str__(self) -> str:
-        table = points_of_class(this_machine().machine_class).points
+        table = points_of_class(this_machine().machine_class, self.calibration.threads).points
         lines = wrap_lines(f"machine: {this_machine().describe()}")
         lines += ["", f"  {'take-over point':<22} {'measured':>16} {'table':>16}", "      speedup of headwise by size"]
         for name, size in self.calibration.points.items():
@@ -334,7 +334,7 @@ def calibrate(
         raise SpecError(f"there is no take-over point {unknown[0]!r}; use some of {', '.join(measurements())}")
     points, timings = dict[str, float](), dict[str, dict[int, SizeTiming]]()
     with use_threads(count), torch.random.fork_rng():
-        base, started = points_of_class(this_machine().machine_class), clock()
+        base, started = points_of_class(this_machine().machine_class, count), clock()
         for number, (name, one) in enumerate(selected.items()):
             left = total_seconds - (clock() - started)
             if left <= 0:

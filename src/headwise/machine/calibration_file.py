@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,6 @@ class Calibration:
         return ""
 
 
-@cache
 def installed_versions() -> str:
     """The versions that a calibration holds for."""
     try:

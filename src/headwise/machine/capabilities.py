@@ -13,7 +13,6 @@ import platform
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -151,10 +150,14 @@ class MachineCapabilities:
         return text + (f", {self.threads_per_core} hardware threads per core" if self._threads_per_core > 1 else "")
 
 
-@cache
+_THIS_MACHINE: list[MachineCapabilities] = []  # one entry, once it was read
+
+
 def this_machine() -> MachineCapabilities:
     """The capabilities of the machine that runs this process, read when first asked for."""
-    return read_macos() if platform.system() == "Darwin" else read_linux()
+    if not _THIS_MACHINE:
+        _THIS_MACHINE.append(read_macos() if platform.system() == "Darwin" else read_linux())
+    return _THIS_MACHINE[0]
 
 
 def read_linux(root: Path = Path("/"), torch_level: str | None = None) -> MachineCapabilities:
@@ -171,7 +174,7 @@ def read_linux(root: Path = Path("/"), torch_level: str | None = None) -> Machin
         names = [name for name in names if name == "AVX2"]
     visible = os.cpu_count() or 1 if root == Path("/") else max(1, int(fields.get("count", "1")))
     quota = read_cgroup_quota(root)
-    affinity = len(os.sched_getaffinity(0)) if root == Path("/") and hasattr(os, "sched_getaffinity") else visible
+    affinity = len(os.sched_getaffinity(0)) if root == Path("/") else visible
     return MachineCapabilities(
         fields.get("model name", "") or platform.processor() or platform.machine(),
         platform.machine() if root == Path("/") else "x86_64" if "flags" in fields else "aarch64",

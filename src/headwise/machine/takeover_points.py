@@ -17,7 +17,6 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,35 +104,39 @@ class TakeoverPoints:
         return [text, *([self.problem] if self.problem else [])]
 
 
-@cache
-def read_table(path: Path = TABLE_FILE) -> dict[str, dict[str, TakeoverPoint]]:
-    """The measured points by class of machine, from the table of the package."""
+def read_table(path: Path = TABLE_FILE, threads: int | None = None) -> dict[str, dict[str, TakeoverPoint]]:
+    """The measured points by class of machine, from the table of the package.
+
+    With one thread, entries that have a size of their own for it ("one_thread") have that size.
+    """
     document = tomllib.loads(path.read_text())
     machines: dict[str, str] = document.pop("machines")
     table: dict[str, dict[str, TakeoverPoint]] = {}
     for name, entries in document.items():
         if name not in (ANY_CLASS, *MACHINE_CLASSES):
             raise ValueError(f"{path.name} has an unknown class of machine {name!r}; use one of {MACHINE_CLASSES}")
-        table[name] = {point: _read_point(point, entry, machines) for point, entry in entries.items()}
+        table[name] = {point: _read_point(point, entry, machines, threads) for point, entry in entries.items()}
     return table
 
 
-def _read_point(name: str, entry: Mapping[str, object], machines: Mapping[str, str]) -> TakeoverPoint:
+def _read_point(
+    name: str, entry: Mapping[str, object], machines: Mapping[str, str], threads: int | None
+) -> TakeoverPoint:
     kind = "from" if name in FROM_POINTS else "up_to"
-    size = entry.get(kind)
+    size = entry.get("one_thread", entry.get(kind)) if threads == 1 and kind in entry else entry.get(kind)
     if name not in POINT_NAMES or entry.get("on") not in machines or not (size == "never" or isinstance(size, int)):
         raise ValueError(f"{TABLE_FILE.name} has an entry {name} = {dict(entry)} without {kind!r} and 'on'")
     never = NEVER if kind == "from" else 0
     return TakeoverPoint(never if size == "never" else float(str(size)), machines[str(entry["on"])])
 
 
-def points_of_class(machine_class: str) -> TakeoverPoints:
+def points_of_class(machine_class: str, threads: int | None = None) -> TakeoverPoints:
     """The table's points of a class; those that nobody measured keep torch's path.
 
     >>> points_of_class("other").points["flash_cpu"].size
     inf
     """
-    table = read_table()
+    table = read_table(threads=threads)
     return TakeoverPoints(machine_class, UNMEASURED | table[ANY_CLASS] | table.get(machine_class, {}))
 
 
@@ -205,7 +208,7 @@ def _find_points(machine: MachineCapabilities, threads: int) -> TakeoverPoints:
         if chosen not in MACHINE_CLASSES:
             raise ValueError(f"{CLASS_VARIABLE} is {chosen!r}; use one of {', '.join(MACHINE_CLASSES)}")
         return points_of_class(chosen)
-    table = points_of_class(machine.machine_class)
+    table = points_of_class(machine.machine_class, threads)
     calibration, problem = calibration_file.read_calibration(machine, threads)
     if calibration is None:
         return TakeoverPoints(table.machine_class, table.points, None, problem)
