@@ -39,7 +39,7 @@ from .http_security import (
     is_loopback,
     machine_names,
 )
-from .lab_actions import compute_effect, plan_curves, remove_greedily, sweep_heads
+from .lab_actions import compute_effect, continue_text, plan_curves, remove_greedily, sweep_heads
 from .model_actions import JOB_KINDS, TextTooLong, check_text_length
 from .model_worker import END_STATES, Job, ModelWorker, QueueFull, describe_error
 from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
@@ -66,6 +66,7 @@ ALL_JOBS = {
     "sweep": sweep_heads,
     "lab-plan": plan_curves,
     "greedy": remove_greedily,
+    "continue": continue_text,
     "generate": generate_text,
     "similarity": compute_similarity,
     "compare": compare_attention,

@@ -119,6 +119,7 @@ const JOB_TEXTS: Record<string, TextKey> = {
   sweep: "job.sweep",
   greedy: "job.greedy",
   generate: "job.generate",
+  continue: "job.generate",
   "lab-plan": "job.labPlan",
   compare: "job.compare",
   group: "job.group",

@@ -1,6 +1,9 @@
 // English texts of the page. Every other language has the same keys; {name} is replaced by a value.
 
+import { analysisEn } from "./analysis_en";
+
 export const en = {
+  ...analysisEn,
   "screen.open": "Open",
   "screen.map": "Map",
   "screen.head": "Head",

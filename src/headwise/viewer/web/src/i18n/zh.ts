@@ -1,8 +1,10 @@
 // Chinese texts of the page: the same keys as in en.ts.
 
+import { analysisZh } from "./analysis_zh";
 import type { TextKey } from "./en";
 
 export const zh: Record<TextKey, string> = {
+  ...analysisZh,
   "screen.open": "打开",
   "screen.map": "总览",
   "screen.head": "注意力头",
