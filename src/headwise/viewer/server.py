@@ -23,8 +23,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ..errors import SpecError
+from ..traces.head_aggregates import AGGREGATES
 from ..traces.head_steps import HeadPlace
 from ..traces.query_key_map import map_queries_and_keys
+from .analysis_answers import SCOPES, encode_aggregate, encode_products, encode_written
 from .binary_answers import encode_marginals, encode_measures, encode_thumbnails, encode_tile
 from .comparison_actions import compare_attention, exact_pair, pool_difference
 from .cost_actions import compute_cost
@@ -111,6 +113,9 @@ class ViewServer:
             Route("/api/measures", self._answer(self._measures)),
             Route("/api/steps", self._answer(self._steps)),
             Route("/api/points", self._answer(self._points)),
+            Route("/api/products", self._answer(self._products)),
+            Route("/api/aggregate", self._answer(self._aggregate)),
+            Route("/api/written", self._answer(self._written)),
             Route("/api/difference", self._answer(self._difference)),
             Route("/api/difference/pair", self._answer(self._difference_pair)),
             Route("/api/export", self._answer(self._export)),
@@ -232,6 +237,21 @@ class ViewServer:
         """The queries and keys of a head as points on the plane of their largest variance."""
         points = map_queries_and_keys(view.get_trace(), *self._head(view, query))
         return binary_response(encode_arrays({"queries": points.queries, "keys": points.keys}, share=points.share))
+
+    def _products(self, view: OpenModel, query: Query) -> Response:
+        site, head = self._head(view, query)
+        number = query.integer("query", 0, view.get_recorded().get_layer(site).num_queries - 1)
+        return binary_response(encode_products(view, site, head, number))
+
+    def _aggregate(self, view: OpenModel, query: Query) -> Response:
+        site = view.site_name(query.integer("site", 0, 10**6))
+        how, scope = query.choice("how", AGGREGATES), query.choice("scope", SCOPES)
+        return binary_response(encode_aggregate(view, site, how, scope))
+
+    def _written(self, view: OpenModel, query: Query) -> Response:
+        site, head = self._head(view, query)
+        number = query.integer("query", 0, view.get_recorded().get_layer(site).num_queries - 1)
+        return binary_response(encode_written(view, site, head, number))
 
     def _difference(self, view: OpenModel, query: Query) -> Response:
         """One head in both traces of the last comparison, over the aligned tokens."""

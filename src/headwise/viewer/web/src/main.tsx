@@ -8,7 +8,7 @@ import { ErrorNote } from "./components/basics";
 import { CommandBox, KeySheet, TextDialog } from "./components/overlays";
 import { Shell } from "./components/shell";
 import { t, type TextKey } from "./i18n";
-import { announcement, doc, isLoaded, loadDocument, loadError, measures, moveHead, overlay, screen, selectedToken, showsTable, source, startHash, type ScreenId } from "./state";
+import { addedTokens, announcement, doc, excludedTokens, isLoaded, loadDocument, loadError, measures, moveHead, overlay, screen, selectedToken, showsTable, source, startHash, type ScreenId } from "./state";
 import { HeadScreen } from "./screens/head";
 import { MapScreen } from "./screens/map";
 
@@ -97,7 +97,10 @@ const KEYS: Record<string, () => void> = {
   "]": () => history.forward(),
   Escape: () => {
     if (overlay.value) overlay.value = "";
-    else selectedToken.value = null;
+    else {
+      selectedToken.value = null;
+      addedTokens.value = excludedTokens.value = [];
+    }
   },
 };
 
