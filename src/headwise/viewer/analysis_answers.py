@@ -63,3 +63,11 @@ def encode_written(view: OpenModel, site: str, head: int, query: int) -> bytes:
     values = effects.values[tokens].float().cpu().numpy().astype(np.float32)
     ids = np.array(tokens, np.int32)
     return encode_arrays({"effects": values, "ids": ids}, words=[decode(token) for token in tokens], note=effects.note, reason="")
+
+
+def encode_image(view: OpenModel, stream: str, row: int = 0) -> bytes:
+    """The image of a stream, [height, width, channels]."""
+    images = view.get_recorded().images
+    if stream not in images:
+        raise ValueError(f"the trace holds no image of {stream!r}; its images are {', '.join(images) or 'none'}")
+    return encode_arrays({"image": np.ascontiguousarray(images[stream][row])})

@@ -26,7 +26,7 @@ from ..errors import SpecError
 from ..traces.head_aggregates import AGGREGATES
 from ..traces.head_steps import HeadPlace
 from ..traces.query_key_map import map_queries_and_keys
-from .analysis_answers import SCOPES, encode_aggregate, encode_products, encode_written
+from .analysis_answers import SCOPES, encode_aggregate, encode_image, encode_products, encode_written
 from .binary_answers import encode_marginals, encode_measures, encode_thumbnails, encode_tile
 from .comparison_actions import compare_attention, exact_pair, pool_difference
 from .cost_actions import compute_cost
@@ -116,6 +116,7 @@ class ViewServer:
             Route("/api/products", self._answer(self._products)),
             Route("/api/aggregate", self._answer(self._aggregate)),
             Route("/api/written", self._answer(self._written)),
+            Route("/api/image", self._answer(self._image)),
             Route("/api/difference", self._answer(self._difference)),
             Route("/api/difference/pair", self._answer(self._difference_pair)),
             Route("/api/export", self._answer(self._export)),
@@ -252,6 +253,9 @@ class ViewServer:
         site, head = self._head(view, query)
         number = query.integer("query", 0, view.get_recorded().get_layer(site).num_queries - 1)
         return binary_response(encode_written(view, site, head, number))
+
+    def _image(self, view: OpenModel, query: Query) -> Response:
+        return binary_response(encode_image(view, query.text("stream", "text")))
 
     def _difference(self, view: OpenModel, query: Query) -> Response:
         """One head in both traces of the last comparison, over the aligned tokens."""

@@ -46,6 +46,13 @@ def describe_trace(
             for layer in trace.layers
         ],
         "skipped": dict(trace.skipped),
+        "images": {name: list(image.shape[1:]) for name, image in trace.images.items()},
+        "classes": [
+            [number, head, name]
+            for number, layer in enumerate(trace.layers)
+            for (site, head), name in trace.classes.items()
+            if site == layer.name
+        ],
     }
 
 

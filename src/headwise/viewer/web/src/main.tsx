@@ -3,6 +3,7 @@
 import { signal } from "@preact/signals";
 import { render, type ComponentType, type JSX } from "preact";
 import { groupTokens, isGrouped, measureHeads, toggleAblated, togglePin } from "./actions";
+import { startClassNames } from "./class_names";
 import { watchTheme } from "./canvas/colors";
 import { ErrorNote } from "./components/basics";
 import { CommandBox, KeySheet, TextDialog } from "./components/overlays";
@@ -125,5 +126,6 @@ watchTheme();
 addEventListener("keydown", onKey);
 render(<App />, document.getElementById("app")!);
 void loadDocument().then(() => {
+  startClassNames();
   if (source.isLive && isLoaded.value && !measures.value && doc.value?.capabilities.measure.possible) void measureHeads();
 });

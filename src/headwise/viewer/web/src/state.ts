@@ -29,6 +29,10 @@ export const headForm = signal<"matrix" | "lines" | "arcs" | "points" | "channel
 export const lens = signal<Lens>("weight");
 export const scale = signal<Scale>("sqrt");
 export const sortHeads = signal("index");
+/** The Map shows this many heads, the strongest by a measure; 0 is all. */
+export const topCount = signal(0);
+/** The first and last layer that the Map shows; none is all. */
+export const layerRange = signal<number[]>([]);
 export const scatterX = signal("entropy");
 export const scatterY = signal("sink");
 export const scatterColor = signal("class"); // "class" or a measure
@@ -258,6 +262,8 @@ const HASH_FIELDS: [string, { value: unknown }, (text: string) => unknown][] = [
   ["lens", lens, oneOf([...LENSES])],
   ["scale", scale, oneOf([...SCALES])],
   ["sort", sortHeads, (text) => text],
+  ["top", topCount, toNumber],
+  ["layers", layerRange, (text) => (/^\d+,\d+$/.test(text) ? text.split(",").map(toNumber) : [])],
   ["x", scatterX, (text) => text],
   ["y", scatterY, (text) => text],
   ["color", scatterColor, (text) => text],
