@@ -30,6 +30,7 @@ from .analysis_answers import SCOPES, encode_aggregate, encode_image, encode_pro
 from .binary_answers import encode_marginals, encode_measures, encode_thumbnails, encode_tile
 from .comparison_actions import compare_attention, exact_pair, pool_difference
 from .cost_actions import compute_cost
+from .evidence_actions import find_evidence, measure_syntax
 from .export_files import EXPORT_KINDS, ExportScope, FileTooLarge, describe_files, make_file
 from .generation_actions import generate_text
 from .html_export import NOT_BUILT
@@ -71,6 +72,8 @@ ALL_JOBS = {
     "continue": continue_text,
     "generate": generate_text,
     "similarity": compute_similarity,
+    "evidence": find_evidence,
+    "syntax": measure_syntax,
     "compare": compare_attention,
     "cost": compute_cost,
     "surgery": describe_surgery,

@@ -115,6 +115,8 @@ const JOB_TEXTS: Record<string, TextKey> = {
   text: "job.text",
   measure: "job.measure",
   similarity: "job.similarity",
+  evidence: "job.evidence",
+  syntax: "job.syntax",
   ablate: "job.ablate",
   sweep: "job.sweep",
   greedy: "job.greedy",
