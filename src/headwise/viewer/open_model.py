@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..traces.attention_trace import THUMBNAIL_SIZE, Trace
 from ..traces.token_grouping import TokenGrouping, group_tokens
 from ..traces.trace_comparison import TraceComparison
-from .view_document import describe_measures, describe_trace, make_file_stem
+from .view_document import describe_measures, describe_trace, estimate_memory, make_file_stem
 from .weight_summaries import (
     Cells,
     HeadReader,
@@ -167,6 +167,7 @@ class OpenModel:
                 if head.site in site_names
             ],
             "capabilities": self._capabilities(),
+            "memory": estimate_memory(trace, self.model, self.max_tokens),
         }
 
     def _capabilities(self) -> dict[str, dict[str, Any]]:

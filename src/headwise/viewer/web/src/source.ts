@@ -74,6 +74,8 @@ export interface ViewDocument {
   images: Record<string, [number, number, number]>;
   /** The classes that a person gave to heads: site, head, name. */
   classes: [number, number, string][];
+  /** Sizes of the loaded model (null before it is loaded) and of the recorded run, also for a text of `maxTokens`. */
+  memory: { parameters: number | null; weightBytes: number | null; recordBytes: number; longestBytes: number };
   capabilities: Record<"text" | "measure" | "ablate" | "write", Ability>;
 }
 

@@ -544,7 +544,6 @@ export const en = {
   "export.allHeads": "{count} heads",
   "export.figure": "Figure",
   "export.noFigure": "This screen has no figure of its own, so the figure is that of the Head screen or of the Map.",
-  "export.size": "{width} × {height} pixels",
   "export.numbers": "Attention weights",
   "export.numbersHint": "CSV and JSON: one entry for each query-key pair. NPZ: arrays [batch, heads, queries, keys].",
   "export.least": "Leave out weights below",

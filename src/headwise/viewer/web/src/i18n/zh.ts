@@ -545,7 +545,6 @@ export const zh: Record<TextKey, string> = {
   "export.allHeads": "{count} 个头",
   "export.figure": "图",
   "export.noFigure": "本页没有单独的图，因此这里给出“头”页或“总览”页的图。",
-  "export.size": "{width} × {height} 像素",
   "export.numbers": "注意力权重",
   "export.numbersHint": "CSV 和 JSON：每个查询-键对一项。NPZ：数组 [批, 头, 查询, 键]。",
   "export.least": "忽略小于此值的权重",
