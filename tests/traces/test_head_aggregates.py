@@ -9,12 +9,19 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.head_analysis.attention_maps import compute_attention_maps
 from headwise.traces import trace_from_weights
 from headwise.traces.channel_products import multiply_channels
 from headwise.traces.head_aggregates import aggregate_heads, roll_out_attention
 
 LLAMA = {"model_type": "llama", "hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 6,
          "num_key_value_heads": 2, "num_hidden_layers": 3, "vocab_size": 37, "max_position_embeddings": 64}  # fmt: skip
+
+
+SINKS = {"model_type": "gpt_oss", "hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 6,
+         "num_key_value_heads": 2, "num_hidden_layers": 2, "head_dim": 4, "vocab_size": 37, "num_local_experts": 2,
+         "num_experts_per_tok": 1, "max_position_embeddings": 64, "sliding_window": 8,
+         "layer_types": ["full_attention", "full_attention"]}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +55,16 @@ def test_a_rollout_is_the_product_of_layers_with_their_residual_connection(llama
     assert found == pytest.approx(wanted, abs=1e-6)
     assert found.sum(1) == pytest.approx(np.ones(13), abs=1e-6)
     assert abs(found - roll_out_attention(llama, names[2])).max() > 1e-3
+
+
+@pytest.mark.parametrize("config", [LLAMA, SINKS], ids=["llama", "gpt-oss"])
+def test_a_trace_has_the_rollout_of_its_model(config: dict[str, Any]):
+    """Also where a learned sink takes a part of every row."""
+    net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
+    ids = torch.randint(0, 37, (1, 13), generator=torch.Generator().manual_seed(1))
+    trace = hw.trace(net, ids, log=lambda _: None)
+    wanted = compute_attention_maps(net, ids).rollout().numpy()
+    assert roll_out_attention(trace, trace.layers[-1].name) == pytest.approx(wanted, abs=1e-6)
 
 
 def test_cross_attention_has_no_rollout():

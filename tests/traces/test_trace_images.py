@@ -71,7 +71,11 @@ def test_classes_of_the_page_stay_with_the_model():
     assert model.describe()["classes"] == [[0, 1, "my own"]]
     model.set_trace(trace_from_weights([np.full((1, 2, 2, 2), 0.5)], ["d", "e"]))
     assert model.describe()["classes"] == [[0, 1, "my own"]]
-    for wrong, match in (([[0, 7, "a"]], "no head 7"), ([[0, 1, ""]], "no name of a class"), ([[0, "1", "a"]], "list of")):
+    for wrong, match in (
+        ([[0, 7, "a"]], "no head 7"),
+        ([[0, 1, ""]], "no name of a class"),
+        ([[0, "1", "a"]], "list of"),
+    ):
         with pytest.raises(ValueError, match=match):
             name_classes(model, {"classes": json.loads(json.dumps(wrong))}, progress)
     name_classes(model, {"classes": []}, progress)

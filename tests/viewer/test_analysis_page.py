@@ -31,7 +31,10 @@ def listed(page: Any) -> list[float]:
     ("label", "wanted"),
     [
         ("maximum of the layer", lambda trace: aggregate_heads(trace, ["encoder.1.attention"], "max")),
-        ("mean of all layers", lambda trace: aggregate_heads(trace, [f"encoder.{n}.attention" for n in range(3)], "mean")),
+        (
+            "mean of all layers",
+            lambda trace: aggregate_heads(trace, [f"encoder.{n}.attention" for n in range(3)], "mean"),
+        ),
         ("rollout up to the layer", lambda trace: roll_out_attention(trace, "encoder.1.attention")),
     ],
 )

@@ -33,7 +33,9 @@ def test_a_text_is_scored_by_the_weights_on_the_pairs_of_the_class():
     """The class "previous" by hand: the mean weight on the token before, over all rows that have one."""
     model = sample_model()
     text = bundled_sample.TEXTS[0]
-    found = find_evidence(model, {"site": 2, "head": 1, "class": "previous", "texts": [text, bundled_sample.TEXTS[1]]}, progress())
+    found = find_evidence(
+        model, {"site": 2, "head": 1, "class": "previous", "texts": [text, bundled_sample.TEXTS[1]]}, progress()
+    )
     header, arrays = decode_arrays(found)
     source, _, target = text.partition("\t")
     own = hw.trace(model.get_model(), {"source": source, "text": target}, log=lambda _: None)
@@ -72,7 +74,12 @@ def sentences(count: int) -> str:
     for _ in range(count):
         noun, verb, adverb = (generator.choice(WORDS[first : first + 3]) for first in (1, 4, 7))
         rows = [("the", 2, "det"), (noun, 3, "nsubj"), (verb, 0, "root"), (adverb, 3, "advmod")]
-        blocks.append("\n".join(f"{n}\t{word}\t_\t_\t_\t_\t{governor}\t{relation}\t_\t_" for n, (word, governor, relation) in enumerate(rows, 1)))
+        blocks.append(
+            "\n".join(
+                f"{n}\t{word}\t_\t_\t_\t_\t{governor}\t{relation}\t_\t_"
+                for n, (word, governor, relation) in enumerate(rows, 1)
+            )
+        )
     return "\n\n".join(blocks) + "\n"
 
 

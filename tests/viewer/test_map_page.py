@@ -84,8 +84,12 @@ def test_the_tree_is_cut_where_it_is_dragged(page: Any):
             shown = float(page.locator(".similar input[type=range]").input_value())
             assert abs(shown / most - share) < 0.05
             labels = cut_clusters(merges, float(tree.locator(".cut").get_attribute("data-threshold")))
-            assert page.get_by_text(re.compile(r"^\d+ clusters")).inner_text().startswith(f"{len(set(labels))} clusters")
-            joined = sum(merge.height <= float(tree.locator(".cut").get_attribute("data-threshold")) for merge in merges)
+            assert (
+                page.get_by_text(re.compile(r"^\d+ clusters")).inner_text().startswith(f"{len(set(labels))} clusters")
+            )
+            joined = sum(
+                merge.height <= float(tree.locator(".cut").get_attribute("data-threshold")) for merge in merges
+            )
             assert tree.locator(".branch.joined").count() == joined
         leaf = tree.locator(".leaf").nth(2)
         name = leaf.text_content()

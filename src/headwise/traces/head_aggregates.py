@@ -43,8 +43,8 @@ def roll_out_attention(trace: Trace, site: str, *, row: int = 0) -> Array:
     """Attention rollout (2005.00928) up to a self-attention site: [queries, tokens of the input], in float32.
 
     Each layer of the stack is half the mean of its heads and half the token itself, for the residual connection; the
-    rollout is the product of these matrices from the first layer to the site. Each of its rows sums to one if the rows
-    of weights do.
+    rollout is the product of these matrices from the first layer to the site. Rows of means are rescaled to sum to one
+    where a sink takes a part. `compute_attention_maps(model, inputs).rollout()` gives the same from a model; this needs no torch.
     """
     last = trace.get_layer(site)
     if last.query_stream != last.key_stream:
@@ -58,8 +58,16 @@ def roll_out_attention(trace: Trace, site: str, *, row: int = 0) -> Array:
     rollout = np.eye(count, dtype=np.float64)
     for layer in sorted(layers, key=lambda one: one.layer):
         mean = aggregate_heads(trace, [layer.name], "mean", row=row).astype(np.float64)
-        rollout = (1 - RESIDUAL_SHARE) * (mean @ rollout) + RESIDUAL_SHARE * rollout
+        mean = _rescale_rows(mean)
+        step = _rescale_rows((1 - RESIDUAL_SHARE) * mean + RESIDUAL_SHARE * np.eye(count))
+        rollout = step @ rollout
     return rollout.astype(np.float32)
+
+
+def _rescale_rows(weights: Array) -> Array:
+    """Rows that sum to one; a row without any weight stays zero, and is the token itself with its residual share."""
+    total = weights.sum(1, keepdims=True)
+    return weights / np.where(total == 0, 1, total)
 
 
 def _common_shape(layers: Sequence[AttentionRecord]) -> tuple[int, int]:

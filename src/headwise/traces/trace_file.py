@@ -170,7 +170,9 @@ def _trace_from_dict(fields: Mapping[str, Any], arrays: Mapping[str, Array]) -> 
 
 def _check_image(array: Array) -> Array:
     if array.dtype != np.uint8 or array.ndim != 4:
-        raise ValueError(f"an image of {array.dtype} {list(array.shape)} is not one of bytes [B, height, width, channels]")
+        raise ValueError(
+            f"an image of {array.dtype} {list(array.shape)} is not one of bytes [B, height, width, channels]"
+        )
     return array
 
 

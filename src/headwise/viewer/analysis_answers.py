@@ -62,7 +62,9 @@ def encode_written(view: OpenModel, site: str, head: int, query: int) -> bytes:
     decode = find_token_decoder(net)
     values = effects.values[tokens].float().cpu().numpy().astype(np.float32)
     ids = np.array(tokens, np.int32)
-    return encode_arrays({"effects": values, "ids": ids}, words=[decode(token) for token in tokens], note=effects.note, reason="")
+    return encode_arrays(
+        {"effects": values, "ids": ids}, words=[decode(token) for token in tokens], note=effects.note, reason=""
+    )
 
 
 def encode_image(view: OpenModel, stream: str, row: int = 0) -> bytes:

@@ -54,7 +54,9 @@ def _measured_head(model: OpenModel, site: str, head: int) -> HeadMeasures:
 def _join_words(example: Example) -> str:
     """The words of all streams of an example, the source first."""
     streams = [example.streams[name] for name in ("source", "text") if name in example.streams]
-    text = " → ".join("".join(tokens.words) if _has_spaces(tokens.words) else " ".join(tokens.words) for tokens in streams)
+    text = " → ".join(
+        "".join(tokens.words) if _has_spaces(tokens.words) else " ".join(tokens.words) for tokens in streams
+    )
     return text[:SHOWN_CHARACTERS]
 
 

@@ -56,7 +56,9 @@ def _outputs_without_weights(model: OpenModel, heads: Sequence[AblatedHead]) -> 
 
     native = get_native_copy(model.get_model())
     if sum(parameter.numel() for parameter in native.parameters()) > MAX_COPIED_PARAMS:
-        raise ValueError(f"only models up to {MAX_COPIED_PARAMS / 1e6:,.0f} M parameters are copied; use the screen Prune")
+        raise ValueError(
+            f"only models up to {MAX_COPIED_PARAMS / 1e6:,.0f} M parameters are copied; use the screen Prune"
+        )
     counts = {site: len(spec.score_head_of_output) for site, spec in native.spec.attention_specs()}
     keep = {
         site: [head for head in range(counts[site]) if (site, head) not in {(one.site, one.head) for one in heads}]

@@ -31,7 +31,7 @@ export function HeadScreen(): JSX.Element {
       <Toolbar item={item} />
       {data.error.value && <ErrorNote {...data.error.value} />}
       <div class="head-lay">
-        <Panel footer={<CellFooter item={item} pointed={pointed} data={data} />}>
+        <Panel footer={form === "channels" ? undefined : <CellFooter item={item} pointed={pointed} data={data} />}>
           {form === "channels" ? (
             <ChannelProducts item={item} />
           ) : showsTable.value ? (
