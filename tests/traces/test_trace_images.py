@@ -1,4 +1,4 @@
-"""What a trace keeps beside its tensors: the image that a vision model read, and classes that a person gave to heads."""
+"""What a trace keeps beside its tensors: the image that a vision model read, and classes that a person gave heads."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import Target, open_model
 
-VIT = {"model_type": "vit", "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 20,
-       "image_size": 28, "patch_size": 7, "num_channels": 3, "architectures": ["ViTModel"]}  # fmt: skip
+VIT = {"model_type": "vit", "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2,
+       "intermediate_size": 20, "image_size": 28, "patch_size": 7, "num_channels": 3,
+       "architectures": ["ViTModel"]}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

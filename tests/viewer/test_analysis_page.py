@@ -117,7 +117,8 @@ def test_products_by_channel_have_the_numbers_of_the_trace(page: Any):
 def test_the_tokens_that_a_head_writes_are_those_of_its_vector(page: Any):
     """By hand: the head's output times W_O, through the norm with the scale of the text, and the output head."""
     model = sample_model()
-    net, trace = model.get_model(), model.get_recorded()
+    net: Any = model.get_model()
+    trace = model.get_recorded()
     final: list[torch.Tensor] = []
     handle = net.stacks["decoder"].norm.register_forward_pre_hook(lambda _, args: final.append(args[0]))
     with torch.inference_mode():

@@ -133,6 +133,7 @@ def test_the_page_shows_why_a_head_has_its_class(page: Any):
         page.evaluate("location.hash = '#/classify?site=2&head=1'")
         why = page.get_by_test_id("why")
         why.wait_for()
+        assert model.table is not None
         measure = model.table.head("encoder.2.attention", 1).measures["previous"]
         assert f"({measure.value:.2f} − {measure.chance:.2f}) / (1 − {measure.chance:.2f})" in why.inner_text()
         why.get_by_role("button", name="Find the texts").click()

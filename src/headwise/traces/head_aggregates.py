@@ -44,7 +44,8 @@ def roll_out_attention(trace: Trace, site: str, *, row: int = 0) -> Array:
 
     Each layer of the stack is half the mean of its heads and half the token itself, for the residual connection; the
     rollout is the product of these matrices from the first layer to the site. Rows of means are rescaled to sum to one
-    where a sink takes a part. `compute_attention_maps(model, inputs).rollout()` gives the same from a model; this needs no torch.
+    where a sink takes a part. `compute_attention_maps(model, inputs).rollout()` gives the same from a model; this needs
+    no torch.
     """
     last = trace.get_layer(site)
     if last.query_stream != last.key_stream:

@@ -1,4 +1,4 @@
-"""Answers about one head or all heads of the open text: products by channel, aggregates, and the tokens a head writes."""
+"""Answers about heads of the open text: products by channel, aggregates of heads, and the tokens that a head writes."""
 
 from __future__ import annotations
 

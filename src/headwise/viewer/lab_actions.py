@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .lab_recipes import describe_recipe
 from .lab_checks import check_by_removal, continue_both
+from .lab_recipes import describe_recipe
 from .lab_runs import LabRuns, Outputs, find_token_decoder, position_changes, read_options
 from .model_actions import read_heads
 from .model_worker import JobProgress

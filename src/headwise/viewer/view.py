@@ -316,9 +316,9 @@ def view(
     it.
 
     `model_or_trace` is a model, the name of a folder, a `Trace`, the path of a `.trace` file, or None for the bundled
-    sample. `text` is what the model reads; an encoder-decoder reads `source` and `text` is what it writes. A vision model
-    reads `image`, the path of an image, a folder of images or an .npy. `out` is the folder for models that are pruned on
-    the page; without it the page writes no files.
+    sample. `text` is what the model reads; an encoder-decoder reads `source` and `text` is what it writes. A vision
+    model reads `image`, the path of an image, a folder of images or an .npy. `out` is the folder for models that are
+    pruned on the page; without it the page writes no files.
 
     >>> import headwise as hw
     >>> hw.view()
