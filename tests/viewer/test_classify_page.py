@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headwise.traces.trace_file import load_trace
+from headwise.viewer.view import open_trace
 from support.page_browser import sample_model, served, wait_until
 
 
@@ -95,3 +98,25 @@ def test_a_class_of_ones_own_is_marked_kept_and_exported(page: Any, tmp_path: Pa
         page.get_by_role("link", name="Class").click()
         page.get_by_role("button", name="Take back all of yours").click()
         assert page.get_by_label("your class: E1 H2").input_value() == ""
+
+
+def test_a_class_of_ones_own_is_saved_with_the_trace(page: Any, tmp_path: Path):
+    """Named on the page, saved as a trace, and opened again from that file."""
+    with served(sample_model(with_model=False)) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        page.get_by_role("link", name="Class").click()
+        page.get_by_label("your class: E1 H2").select_option("induction")
+        page.wait_for_timeout(800)
+        page.keyboard.press("Escape")
+        page.get_by_role("heading", name="Class").click()
+        page.keyboard.press("e")
+        with page.expect_download() as download:
+            page.get_by_role("button", name=re.compile("^Trace")).click()
+        download.value.save_as(tmp_path / "a.trace")
+    trace = load_trace(tmp_path / "a.trace")
+    assert dict(trace.classes) == {("encoder.1.attention", 2): "induction"}
+    with served(open_trace(trace)) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        wait_until(page, "location.hash.includes('classes=1.2')")

@@ -110,6 +110,26 @@ def test_the_figure_of_a_head_has_its_weights_tokens_axes_and_title(page: Any, t
     assert (int.from_bytes(png[16:20]), int.from_bytes(png[20:24])) == (2 * width, 2 * height)
 
 
+def test_a_figure_says_where_it_comes_from(page: Any, tmp_path: Path):
+    """The caption names the model and the text, the description also the settings; hostile texts stay text."""
+    opened = sample()
+    with served(opened) as url:
+        show(page, url, "head?site=4&head=3&scale=lin")
+        svg = ElementTree.fromstring(save(page, "SVG", tmp_path).read_text("utf-8"))
+        page.get_by_label("PNG width").select_option("4")
+        page.wait_for_timeout(500)
+        png = save(page, "PNG", tmp_path).read_bytes()
+    texts = [part.text or "" for part in svg.iter(f"{SVG}text")]
+    assert any(text.startswith("dates · Transformer · torch ") for text in texts)
+    source = opened.get_trace().streams["source"][0].text
+    assert any(source in text for text in texts)
+    origin = json.loads(svg.findtext(f"{SVG}desc", ""))
+    assert origin["model"]["name"] == "dates"
+    assert "scale=lin" in origin["settings"]
+    assert "token" not in origin["settings"]
+    assert int.from_bytes(png[16:20]) == 4 * int(svg.get("width", "0"))
+
+
 def test_masked_cells_are_hatched(page: Any, tmp_path: Path):
     with served(sample()) as url:
         show(page, url, "head?site=3&head=1")
@@ -127,7 +147,7 @@ def test_hostile_tokens_stay_text_in_a_figure(page: Any, tmp_path: Path, screen:
         text = save(page, "SVG", tmp_path).read_text("utf-8")
     svg = ElementTree.fromstring(text)
     assert {part.tag.removeprefix(SVG) for part in svg.iter()} <= {
-        *("svg", "title", "g", "rect", "path", "text", "defs", "pattern", "linearGradient", "stop")
+        *("svg", "title", "desc", "g", "rect", "path", "text", "defs", "pattern", "linearGradient", "stop")
     }
     assert not [name for part in svg.iter() for name in part.attrib if name.startswith("on") or "href" in name]
     shown = [part.text or "" for part in svg.iter(f"{SVG}text")]
@@ -167,7 +187,7 @@ def test_numbers_are_saved_with_the_sizes_that_were_said(page: Any, tmp_path: Pa
         dialog = page.get_by_role("dialog", name="Export")
         files = {label: save(page, label, tmp_path) for label in ("CSV", "JSON", "NPZ", "Measures (CSV)", "Trace")}
         button_text = dialog.get_by_role("button", name=re.compile("^NPZ ")).inner_text()
-        dialog.get_by_role("combobox").select_option("0.1")
+        dialog.get_by_label("Leave out weights below").select_option("0.1")
         small = save(page, "CSV", tmp_path / "small")
     assert files["CSV"].name == "headwise-dates-decoder.1.attention-2.csv"
     assert files["Trace"].name == "headwise-dates.trace"
@@ -195,10 +215,11 @@ def test_the_lines_and_the_command_make_the_figure_again(page: Any, tmp_path: Pa
     with served(opened) as url:
         show(page, url, "head?site=5&head=2&part=2.12.1.15")
         save(page, "Trace", tmp_path)
-        python, shell = page.locator(".code-block code").all_inner_texts()
+        python, shell, link = page.locator(".code-block code").all_inner_texts()
+        assert link == page.url
         page.get_by_role("button", name="All heads").click()
         wait_until(page, "document.querySelector('.code-block code').textContent.includes('thumbnail')")
-        map_python, map_shell = page.locator(".code-block code").all_inner_texts()
+        map_python, map_shell = page.locator(".code-block code").all_inner_texts()[:2]
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {}
     exec(python, namespace)

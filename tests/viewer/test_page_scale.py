@@ -369,7 +369,7 @@ def test_a_model_of_images_shows_its_weights_over_the_patches(page: Any):
     with served(opened) as url:
         open_head(page, url)
         page.get_by_role("heading", name="Patches").wait_for()
-        page.get_by_text("A trace holds tokens, not pixels").wait_for()
+        page.get_by_text("This trace holds no image").wait_for()
         point(page, 0.5 / 17, 6.5 / 17)
         page.get_by_text("4 × 4 patches in reading order").wait_for()
         assert page.locator(".minimap canvas").count() == 1

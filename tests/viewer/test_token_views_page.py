@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,12 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.traces import TokenGrouping, group_tokens
+from headwise.traces import TokenGrouping, group_tokens, trace_from_weights
 from headwise.traces.query_key_map import map_queries_and_keys
 from headwise.viewer.model_actions import group_shown_tokens
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
+from headwise.viewer.view import open_trace
 from support.page_browser import sample_model, served, wait_until
 
 GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
@@ -114,3 +116,37 @@ def test_grouping_keeps_the_recorded_trace_for_the_model() -> None:
     assert model.recorded is None
     with pytest.raises(ValueError, match="words=1 is neither true nor false"):
         group(model, words=1)
+
+
+def test_weights_are_drawn_over_the_patches_of_the_image(page: Any):
+    """A patch with a large weight gets the colour of the ramp; one with almost none shows the image."""
+    config = {"model_type": "vit", "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 1,
+              "intermediate_size": 20, "image_size": 28, "patch_size": 7, "num_channels": 3,
+              "architectures": ["ViTModel"]}  # fmt: skip
+    net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
+    pixels = torch.zeros(1, 3, 28, 28)
+    pixels[:, 0, :14], pixels[:, 1, 14:] = 1, 1  # red above green
+    trace = hw.trace(net, {"x": pixels}, log=lambda _: None)
+    weights = np.full((1, 1, 17, 17), 1e-6, np.float32)
+    weights[..., 1 + 5] = 1
+    shown = trace_from_weights([weights], [str(n) for n in range(17)])
+    trace = dataclasses.replace(shown, streams={}, images={shown.layers[0].key_stream: trace.images["text"]})
+    with served(open_trace(trace)) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        page.evaluate("location.hash = '#/head?position=3&scale=lin&theme=light'")
+        page.get_by_text("The image as the model read it").wait_for()
+        wait_until(page, "document.querySelector('.patches canvas') !== null")
+        page.wait_for_timeout(400)
+        read = """places => { const c = document.querySelector('.patches canvas');
+        const all = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+        return places.map(([x, y]) => [...all.slice(4 * (Math.floor(y * c.height) * c.width + Math.floor(x * c.width)))]
+            .slice(0, 3)); }"""
+        far_red, far_green, strong = page.evaluate(read, [[0.9, 0.1], [0.9, 0.9], [0.375, 0.375]])
+        assert far_red == pytest.approx([255, 0, 0], abs=6)
+        assert far_green == pytest.approx([0, 255, 0], abs=6)
+        assert strong[2] > 80
+        assert strong[0] < 120
+        page.locator(".patches").click(position={"x": 5, "y": 5})
+        wait_until(page, "location.hash.includes('position=1')")
+        page.get_by_role("heading", name="query 1").wait_for()

@@ -57,6 +57,9 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--source", metavar="TEXT", help="source text of an encoder-decoder; --text is then the target it writes"
     )
+    parser.add_argument(
+        "--image", metavar="FILE", help="the image that a vision model reads: a file, a folder, or an .npy"
+    )
     parser.add_argument("--compare", metavar="MODEL|TRACE", help="another model or trace, for the screen Diff")
     parser.add_argument("--export", metavar="FILE", help="write the page to one .html file instead of serving it")
     add_overwrite_argument(parser)
@@ -98,6 +101,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
         check_output(path, HTML_PAGE, existing_mode(args))
     elif args.overwrite:
         raise UsageError("--overwrite is for --export; give --export FILE, or leave --overwrite out")
+    if args.image is not None:
+        _check_image(args)
     if args.compare is not None and not Path(args.compare).exists():
         raise UsageError(f"--compare {args.compare} does not exist; give a model folder or a .trace file")
     if args.compare is not None and args.export is not None:
@@ -106,6 +111,15 @@ def _check_arguments(args: argparse.Namespace) -> None:
         check_output(args.out, MODELS_FOLDER, "continue")
     if args.target is not None:
         _check_target(args.target)
+
+
+def _check_image(args: argparse.Namespace) -> None:
+    if not Path(args.image).exists():
+        raise UsageError(f"--image {args.image} does not exist; give an image, a folder of images, or an .npy")
+    if args.text or args.source:
+        raise UsageError("--image is for a model that reads no text; give --image, or --text and --source")
+    if args.target is None or args.target.endswith(TRACE_SUFFIX):
+        raise UsageError("--image needs a vision model; give its folder")
 
 
 def _check_target(name: str) -> None:
@@ -124,7 +138,8 @@ def _print_note(line: str) -> None:
 def _target(args: argparse.Namespace) -> Target:
     from ..viewer.view import Target
 
-    return Target(args.target, args.text, args.source, None if args.read_only else Path(args.out), args.compare or "")
+    out = None if args.read_only else Path(args.out)
+    return Target(args.target, args.text, args.source, out, args.compare or "", args.image or "")
 
 
 def _server_options(args: argparse.Namespace) -> ServerOptions:

@@ -142,6 +142,13 @@ def examples_from_images(model: nn.Module, path: str | Path, limit: int | None =
     return ImageExamples([Example(one, {"text": tokens}) for one in inputs], sites, (note,) if skipped else ())
 
 
+def read_images(model: nn.Module, path: str | Path, limit: int) -> Tensor:
+    """The first images of a file, a folder or an .npy as a vision model takes them, [n, channels, height, width]."""
+    layout = PatchLayout.from_model(model)
+    store, is_scaled = _open_images(Path(path), layout)
+    return _take_pixels(model, store, layout, is_scaled, min(limit, store.count))
+
+
 def _open_images(path: Path, layout: PatchLayout) -> tuple[ImageStore, bool]:
     """The images at a path, and whether their pixels are used as they are."""
     path = existing_path(str(path))
@@ -156,9 +163,10 @@ def _open_images(path: Path, layout: PatchLayout) -> tuple[ImageStore, bool]:
             sizes = [" x ".join(map(str, size)) for size in (store.shape[:2], layout.size)]
             raise SpecError(f"{path} has images of {sizes[0]}, but the model takes {sizes[1]}; resize them")
         return store, array.dtype.kind == "f"
-    files = list_files(path, IMAGE_SUFFIXES) if path.is_dir() else []
+    files = list_files(path, IMAGE_SUFFIXES) if path.is_dir() else [path] if path.suffix in IMAGE_SUFFIXES else []
     if not files:
-        raise SpecError(f"{path} has no images ({', '.join(IMAGE_SUFFIXES)}); give a folder of images, or an .npy")
+        suffixes = ", ".join(IMAGE_SUFFIXES)
+        raise SpecError(f"{path} has no images ({suffixes}); give an image, a folder of images, or an .npy")
     return ImageFiles(files, layout.size), False
 
 

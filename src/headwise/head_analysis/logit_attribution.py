@@ -173,3 +173,84 @@ def _through_norm(norm: NormLayer, h: Tensor, readout: Tensor) -> Tensor:
     if norm.kind in ("rms", "offset"):
         return scaled / (h.square().mean() + norm.eps).sqrt()
     return (scaled - scaled.mean()) / (h.var(unbiased=False) + norm.eps).sqrt()
+
+
+# --- What one head adds to every logit -----------------------------------------------------------------
+
+
+class LogitEffects(NamedTuple):
+    """What one head adds directly to each logit at one position, minus its mean over all tokens, and what is left out.
+
+    A number that is added to all logits changes no probability, so only differences from the mean count.
+    """
+
+    values: Tensor
+    note: str
+
+
+@torch.inference_mode()
+def attribute_all_logits(model: nn.Module, inputs: Any, site: str, head: int, position: int) -> LogitEffects:
+    """What a head adds through the residual stream to the logit of every token, [tokens], in float64.
+
+    The scale of the final norm is held at the value of the text. Effects through later layers are not part of it, and
+    norms between the head and the end of its stack are left out, which the note then says.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
+    >>> effects = attribute_all_logits(net, torch.tensor([[3, 1, 4]]), "decoder.1.attention", 0, 2)
+    >>> effects.values.shape, bool(effects.values.mean().abs() < 1e-9), effects.note
+    (torch.Size([11]), True, '')
+    """
+    net = as_native_model(model).eval()
+    stack, layer = _find_writing_layer(net, site)
+    output_head = net.spec.heads[0]
+    hook, final = _OutputHook(), list[Tensor]()
+    handle = (stack.norm or net.head[output_head.name]).register_forward_pre_hook(lambda _, args: final.append(args[0]))
+    try:
+        ModelRun(net, prepare_inputs(net, inputs, 0)).run_with_hooks(require_ability(net, "ablate"), {site: hook})
+    finally:
+        handle.remove()
+    if not 0 <= position < len(hook.outputs) or not 0 <= head < hook.outputs.shape[1]:
+        raise ValueError(f"{site} has no head {head} at position {position}; give both in its ranges")
+    written = hook.outputs[position, head].double() @ get_circuits(net)[site].output_map(head).double() * layer.scale
+    if stack.norm is not None:
+        written = _apply_frozen_norm(stack.norm, final[-1][0, position].double(), written)
+    name, state = f"head.{output_head.name}.weight", net.state_dict(keep_vars=True)
+    table = state[net.spec.tied_weights().get(name, name)].detach().double()
+    values = table @ written * output_head.scale
+    return LogitEffects(values - values.mean(), _describe_left_out(net, stack))
+
+
+def _find_writing_layer(net: Transformer, site: str) -> tuple[Any, Any]:
+    """The stack whose end gives the logits, and the layer of a site in it; raises if its heads reach no logit."""
+    heads = net.spec.heads
+    if not heads or heads[0].at != "each" or heads[0].transform is not None:
+        fact = f"{net.spec.name} has no output head that is one linear map of every token"
+        raise SpecError(f"cannot attribute logits: {fact}; give a model with such a head")
+    name, _, rest = site.partition(".")
+    last = list(net.stacks)[-1]
+    if name != last:
+        fact = f"heads of the {name} add to the states that the {last} attends to, and to no logit directly"
+        raise SpecError(f"cannot attribute logits to {site}: {fact}; choose a head of the {last}")
+    stack = net.stacks[last]
+    return stack, stack.blocks[int(rest.partition(".")[0])]
+
+
+def _apply_frozen_norm(norm: NormLayer, h: Tensor, written: Tensor) -> Tensor:
+    """A contribution to the state h after the norm, whose scale is held at that of h."""
+    weight = norm.get_weight("weight")
+    factor = 1 if weight is None else weight.double() + (1 if norm.kind == "offset" else 0)
+    if norm.kind in ("rms", "offset"):
+        return written * factor / (h.square().mean() + norm.eps).sqrt()
+    return (written - written.mean()) * factor / (h.var(unbiased=False) + norm.eps).sqrt()
+
+
+def _describe_left_out(net: Transformer, stack: Any) -> str:
+    """What the direct effects of a model leave out; empty if they add up to its logits."""
+    left_out: list[str] = []
+    if any(layer.placement not in DIRECT_PLACEMENTS for layer in stack.blocks):
+        left_out.append("norms after the attention")
+    if net.spec.heads[0].cap is not None:
+        left_out.append("the soft-cap of the logits")
+    return f"left out: {' and '.join(left_out)}" if left_out else ""

@@ -65,7 +65,7 @@ class PictureMaker:
             for number, example in enumerate(self.examples)
             if not has_pairs or find_cells(name, example, layer, head)
         ]
-        scores = {number: self._score(number, head, name) for number in numbers[:MAX_TEXTS]}
+        scores = {number: self.score(number, head, name) for number in numbers[:MAX_TEXTS]}
         scores = {number: score for number, score in scores.items() if score > 0}
         if not scores:
             return None
@@ -74,7 +74,7 @@ class PictureMaker:
         picture = make_picture(self.trace(best), example, head, name, title)
         return picture._replace(marked_cells=find_cells(name, example, layer, head))
 
-    def _score(self, number: int, head: HeadMeasures, name: str) -> float:
+    def score(self, number: int, head: HeadMeasures, name: str) -> float:
         """How well an example shows a class of a head."""
         example, traced = self.examples[number], self.trace(number)
         layer = traced.get_layer(head.site)

@@ -142,9 +142,10 @@ def _read_image_processor(folder: Path, model_spec: ModelSpec) -> dict[str, Any]
         return {}
     for name, value in statistics.items():
         values = value if isinstance(value, list) else [value] * patches.channels
-        if len(values) != patches.channels or not all(type(number) in (int, float) for number in values):
+        numbers = [float(number) for number in values if isinstance(number, int | float) and number is not True]
+        if not len(numbers) == len(values) == patches.channels:
             raise SpecError(f"{path}: {value!r} is not one number for each of {patches.channels} channels; correct it")
-        statistics[name] = tuple(map(float, values))
+        statistics[name] = tuple(numbers)
     return size | statistics
 
 

@@ -277,7 +277,7 @@ def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelIn
         tokenizer, keys = _load_tokenizer(model), ("input_ids", "decoder_input_ids")
         start = getattr(getattr(model, "config", None), "decoder_start_token_id", None) or 0
         source, text = _encode(tokenizer, texts["source"]), _encode(tokenizer, texts["text"])
-        first = TokenRow((start,), (_make_decoder(tokenizer)(start),), ((0, 0),))
+        first = TokenRow((start,), (make_token_decoder(tokenizer)(start),), ((0, 0),))
         text = TokenRow(first.ids + text.ids, first.words + text.words, first.offsets + text.offsets, text.text)
     names = dict(zip(keys, (torch.tensor([source.ids]), torch.tensor([text.ids])), strict=True))
     rows = {"source": (source,), "text": (text,)}
@@ -357,7 +357,7 @@ def _from_texts_transformers(model: nn.Module, texts: list[str], steps: int) -> 
         len(rows),
         has_source,
         [],
-        _make_decoder(tokenizer),
+        make_token_decoder(tokenizer),
     )
 
 
@@ -392,7 +392,9 @@ def _encode(tokenizer: Tokenizer, text: str) -> TokenRow:
     return TokenRow(tuple(encoding.ids), words, tuple(encoding.offsets), text)
 
 
-def _make_decoder(tokenizer: Tokenizer) -> TokenDecoder:
+def make_token_decoder(tokenizer: Tokenizer) -> TokenDecoder:
+    """Return a function that turns an id into text, for models that are not of headwise."""
+
     def decode_token(token_id: int) -> str:
         return decode_tokens(tokenizer, [token_id]) or tokenizer.id_to_token(token_id) or str(token_id)
 

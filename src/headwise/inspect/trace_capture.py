@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -425,9 +425,31 @@ def trace(
     store = CaptureBuffer(capture)
     recorders = {site_module.site.name: CallRecorder(site_module.site, store) for site_module in site_modules}
     output = run.run_with_hooks(site_modules, recorders)
-    return _make_trace(
+    traced = _make_trace(
         model, _rows_with_output(model_inputs, output if max_new_tokens else None), site_modules, recorders, streams
     )
+    return replace(traced, images=_read_images(model_inputs, traced))
+
+
+MAX_IMAGE_SIDE = 512  # pixels of an image that is kept for pictures
+
+
+def _read_images(model_inputs: ModelInputs, traced: Trace) -> dict[str, Array]:
+    """The images of a model's inputs [B, 1 or 3, height, width] as bytes, by the stream that attends to their patches.
+
+    The lowest and the highest value of each image become 0 and 255, because the inputs are normalised.
+    """
+    tensors = [*model_inputs.args, *model_inputs.kwargs.values()]
+    images = [one for one in tensors if isinstance(one, Tensor) and one.is_floating_point() and one.dim() == 4]
+    wordless = [layer.key_stream for layer in traced.layers if layer.key_stream not in model_inputs.token_rows]
+    if len(images) != 1 or images[0].shape[1] not in (1, 3) or not wordless:
+        return {}
+    pixels = images[0].detach().float().cpu()
+    step = -(-max(pixels.shape[-2:]) // MAX_IMAGE_SIDE)
+    pixels = pixels[..., ::step, ::step]
+    low, high = pixels.amin((1, 2, 3), keepdim=True), pixels.amax((1, 2, 3), keepdim=True)
+    scaled = (pixels - low) / (high - low).clamp_min(1e-12) * 255
+    return {wordless[0]: np.ascontiguousarray(scaled.round().byte().permute(0, 2, 3, 1).numpy())}
 
 
 def _make_trace(

@@ -61,7 +61,9 @@ class Trace:
     """One run of a model: its tokens by stream, its attention layers, and the masks that layers share (`grids`).
 
     `model` describes the model. `skipped` maps sites that were not recorded to the reason. `thumbnails` maps layers to
-    small 8-bit pictures of their weights, [B, heads, height, width], if they were made.
+    small 8-bit pictures of their weights, [B, heads, height, width], if they were made. `images` are the images that a
+    vision model read, [B, height, width, channels], 0..255, by stream. `classes` maps (site, head) to the class that a
+    person gave the head.
     """
 
     model: Mapping[str, Any]
@@ -70,6 +72,8 @@ class Trace:
     grids: tuple[PackedMask, ...] = field(repr=False, default=())
     skipped: Mapping[str, str] = field(default_factory=dict[str, str])
     thumbnails: Mapping[str, Array] = field(repr=False, default_factory=dict[str, Array])
+    images: Mapping[str, Array] = field(repr=False, default_factory=dict[str, Array])
+    classes: Mapping[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
 
     def get_layer(self, which: str | int) -> AttentionRecord:
         """The layer with this name, or with this number if it is the only one."""

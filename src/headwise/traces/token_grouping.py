@@ -62,6 +62,7 @@ def group_tokens(trace: Trace, grouping: TokenGrouping, *, row: int = 0) -> Trac
         {name: (_merge_tokens(rows[row], groups[name]),) for name, rows in trace.streams.items()},
         tuple(_group_layer(trace, layer, groups, grouping, row) for layer in trace.layers),
         skipped=trace.skipped,
+        classes=trace.classes,
     )
 
 

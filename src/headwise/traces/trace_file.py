@@ -131,6 +131,7 @@ def _list_arrays(trace: Trace) -> Iterator[tuple[str, Array]]:
         yield from ((f"{n}.{name}", np.ascontiguousarray(array)) for name, array in layer.arrays.items())
     yield from ((f"grid.{n}", np.ascontiguousarray(grid.values)) for n, grid in enumerate(trace.grids))
     yield from ((f"thumbnail.{name}", np.ascontiguousarray(array)) for name, array in trace.thumbnails.items())
+    yield from ((f"image.{name}", np.ascontiguousarray(array)) for name, array in trace.images.items())
 
 
 def _trace_to_dict(trace: Trace) -> dict[str, Any]:
@@ -152,6 +153,8 @@ def _trace_to_dict(trace: Trace) -> dict[str, Any]:
         "grids": grids,
         "skipped": dict(trace.skipped),
         "thumbnails": list(trace.thumbnails),
+        "images": list(trace.images),
+        "classes": [[site, head, name] for (site, head), name in trace.classes.items()],
     }
 
 
@@ -160,7 +163,17 @@ def _trace_from_dict(fields: Mapping[str, Any], arrays: Mapping[str, Array]) -> 
     layers = tuple(_layer_from_dict(entry, n, arrays, len(grids)) for n, entry in enumerate(fields["layers"]))
     streams = {name: tuple(_token_row_from_dict(row) for row in rows) for name, rows in fields["streams"].items()}
     thumbnails = {name: arrays[f"thumbnail.{name}"] for name in fields["thumbnails"]}
-    return Trace(fields["model"], streams, layers, grids, fields["skipped"], thumbnails)
+    images = {name: _check_image(arrays[f"image.{name}"]) for name in fields.get("images", ())}
+    classes = {(str(site), int(head)): str(name) for site, head, name in fields.get("classes", ())}
+    return Trace(fields["model"], streams, layers, grids, fields["skipped"], thumbnails, images, classes)
+
+
+def _check_image(array: Array) -> Array:
+    if array.dtype != np.uint8 or array.ndim != 4:
+        raise ValueError(
+            f"an image of {array.dtype} {list(array.shape)} is not one of bytes [B, height, width, channels]"
+        )
+    return array
 
 
 def _token_row_from_dict(fields: Mapping[str, Any]) -> TokenRow:

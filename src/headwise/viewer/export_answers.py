@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..traces import Trace
+from .analysis_answers import encode_image
 from .binary_answers import encode_measures, encode_thumbnails, encode_tile
 from .html_export import encode_answers, load_assets
 from .open_model import OpenModel, TileRange
@@ -35,6 +36,8 @@ def collect_answers(model: OpenModel) -> dict[str, Any]:
         for head in range(layer.heads):
             tile = model.tile(layer.name, head, part)
             answers[f"/api/tile?site={number}&head={head}"] = encode_tile(model, tile, part)
+    for stream in trace.images:
+        answers[f"/api/image?stream={stream}"] = encode_image(model, stream)
     if model.table is not None:
         answers["/api/export?kind=measures"] = {"text": model.table.to_csv()}
     exact = dict(_iter_weights(trace)) if count_bytes(trace) <= EXACT_BYTES else {}
@@ -49,7 +52,8 @@ def estimate_html_bytes(model: OpenModel) -> int:
     )
     exact = count_bytes(trace) if count_bytes(trace) <= EXACT_BYTES else 0
     texts = len(json.dumps(model.describe())) + (len(model.table.to_csv()) if model.table is not None else 0)
-    binary = len(encode_measures(model)) + len(encode_thumbnails(model)) + 2 * cells + exact
+    images = sum(image[0].nbytes for image in trace.images.values())
+    binary = len(encode_measures(model)) + len(encode_thumbnails(model)) + 2 * cells + exact + images
     return sum(map(len, load_assets())) + texts + binary * 4 // 3
 
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from .lab_checks import check_by_removal, continue_both
 from .lab_recipes import describe_recipe
-from .lab_runs import LabRuns, Outputs, position_changes, read_options
+from .lab_runs import LabRuns, Outputs, find_token_decoder, position_changes, read_options
 from .model_actions import read_heads
 from .model_worker import JobProgress
 from .open_model import ABLATION_MODES, AblatedHead, OpenModel
-
-if TYPE_CHECKING:
-    from torch import nn
 
 TOP_TOKENS = 12  # rows of the table of next tokens
 LAST_POSITIONS = 128  # positions with a table of next tokens
@@ -45,7 +43,9 @@ def compute_effect(model: OpenModel, arguments: Mapping[str, Any], progress: Job
     progress(0, 2 + count, "all heads")
     before = runs.all_heads()
     progress(1, 2 + count, f"{len(heads)} heads ablated")
-    result = compare_outputs(model, before, runs.without(heads, options))
+    after = runs.without(heads, options)
+    result = compare_outputs(model, before, after)
+    result["check"] = check_by_removal(model, heads, options, after)
     result["recipe"] = describe_recipe(model, heads, options)
     result["random"] = []
     for number, chosen in enumerate(sample_heads(runs.heads, heads, count)):
@@ -55,6 +55,14 @@ def compute_effect(model: OpenModel, arguments: Mapping[str, Any], progress: Job
     progress.check()
     model.set_ablated(heads)
     return result | {"revision": model.revision}
+
+
+def continue_text(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
+    """What the model writes with all heads, and with the heads of the job ablated; the ablated heads do not change."""
+    heads, options = read_heads(model, arguments), read_options(model, arguments)
+    model.check_ablated(heads)
+    progress(0, 2, "continuing the text")
+    return continue_both(model, LabRuns(model), heads, options)
 
 
 def sample_heads(
@@ -79,7 +87,7 @@ def compare_outputs(model: OpenModel, before: Outputs, after: Outputs) -> dict[s
     """Loss and change, in total and by position, and the likeliest next tokens before and after."""
     changes, pair = position_changes(before, after), {"before": before, "after": after}
     by_position = {name: _loss_by_position(model, outputs) for name, outputs in pair.items()}
-    tables = _next_tokens(before, after, _token_decoder(model.get_model())) if by_position["before"] else []
+    tables = _next_tokens(before, after, find_token_decoder(model.get_model())) if by_position["before"] else []
     return {
         "loss": {name: float(np.mean(losses)) if losses else None for name, losses in by_position.items()},
         "lossByPosition": by_position,
@@ -128,15 +136,6 @@ def _next_tokens(before: Outputs, after: Outputs, decode: Callable[[int], str]) 
         rows = [{"token": decode(token), "before": share, "after": share_after} for token, share, share_after in values]
         tables.append(sorted(rows, key=lambda row: -row["before"]))
     return tables
-
-
-def _token_decoder(net: nn.Module) -> Callable[[int], str]:
-    from ..head_analysis.annotated_examples import ExampleReader
-
-    try:
-        return ExampleReader(net).token_decoders()["text"]
-    except (ValueError, KeyError, OSError):
-        return str  # a model without a tokenizer shows ids
 
 
 # --- Every head alone, and one more head at a time ------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .model_actions import read_text
@@ -81,6 +81,22 @@ def id_inputs(net: nn.Module, trace: Trace) -> dict[str, Tensor]:
     if not ids:
         raise ValueError("the open text has no token ids; capture a text on the page first")
     return ids
+
+
+def find_token_decoder(net: nn.Module) -> Callable[[int], str]:
+    """Turns ids into texts; a model without a tokenizer shows the ids."""
+    from ..head_analysis.annotated_examples import ExampleReader
+    from ..inspect.model_inputs import make_token_decoder
+    from ..inspect.model_tokenizer import find_tokenizer
+    from ..models import Transformer
+
+    try:
+        if isinstance(net, Transformer):
+            return ExampleReader(net).token_decoders()["text"]
+        tokenizer = find_tokenizer(net)
+    except (ValueError, KeyError, OSError):
+        return str
+    return str if tokenizer is None else make_token_decoder(tokenizer)
 
 
 def open_inputs(model: OpenModel) -> ModelInputs:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..traces import Trace
 
 MAX_NEW_TOKENS = 64  # generated for a source without a target
+MAX_CLASS_CHARACTERS = 60  # of the name of a class
 MAX_TOKEN_CHARACTERS = 40  # characters of a token, on average; longer texts are refused before they are tokenized
 
 
@@ -72,6 +73,19 @@ def group_shown_tokens(model: OpenModel, arguments: Mapping[str, Any], progress:
     return {"revision": model.revision}
 
 
+def name_classes(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
+    """Keep the classes that the user gave to heads, a list of [site number, head, name], with the trace."""
+    entries = arguments.get("classes", [])
+    if not isinstance(entries, list) or any(
+        not isinstance(entry, list) or [type(part) for part in entry] != [int, int, str] for entry in entries
+    ):
+        raise ValueError("classes must be a list of [site, head, name]")
+    if too_long := [entry[2] for entry in entries if not 0 < len(entry[2]) <= MAX_CLASS_CHARACTERS]:
+        raise ValueError(f"{too_long[0][:20]!r} is no name of a class; give 1 to {MAX_CLASS_CHARACTERS} characters")
+    model.set_classes({(model.site_name(site), head): name for site, head, name in entries})
+    return {"count": len(entries)}
+
+
 def check_text_length(model: OpenModel, arguments: Mapping[str, Any]) -> None:
     """Raise TextTooLong for a text that has too many characters to fit; cheap, and without loading the model."""
     count = sum(len(read_text(arguments, name)) for name in ("text", "source"))
@@ -117,6 +131,17 @@ def capture_trace(
     check_token_counts({name: len(rows[0].ids) for name, rows in captured.streams.items() if rows}, max_tokens)
     progress(1, 2, "drawing thumbnails")
     return captured.with_thumbnails()
+
+
+def capture_image(net: nn.Module, path: str) -> Trace:
+    """Record a trace of a vision model on the first image of a file, a folder or an .npy."""
+    from ..head_analysis.image_examples import read_images
+    from ..inspect.trace_capture import Capture, trace
+    from ..models import Transformer
+
+    name = "x" if isinstance(net, Transformer) else "pixel_values"
+    inputs = {name: read_images(net, path, 1)}
+    return trace(net, inputs, capture=Capture(extra=("v",), budget=CAPTURE_BUDGET)).with_thumbnails()
 
 
 def make_examples(model: OpenModel, arguments: Mapping[str, Any]) -> list[Example]:
@@ -172,4 +197,9 @@ def _untested(measure: Measure) -> Measure:
     return measure._replace(low=math.nan, high=math.nan, rows=measure.rows / 2, p=math.nan)
 
 
-JOB_KINDS: dict[str, JobFunction] = {"text": capture_text, "measure": measure, "group": group_shown_tokens}
+JOB_KINDS: dict[str, JobFunction] = {
+    "text": capture_text,
+    "measure": measure,
+    "group": group_shown_tokens,
+    "classes": name_classes,
+}

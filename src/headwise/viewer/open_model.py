@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..traces.attention_trace import THUMBNAIL_SIZE, Trace
 from ..traces.token_grouping import TokenGrouping, group_tokens
 from ..traces.trace_comparison import TraceComparison
-from .view_document import describe_measures, describe_trace, make_file_stem
+from .view_document import describe_measures, describe_trace, estimate_memory, make_file_stem
 from .weight_summaries import (
     Cells,
     HeadReader,
@@ -167,6 +167,7 @@ class OpenModel:
                 if head.site in site_names
             ],
             "capabilities": self._capabilities(),
+            "memory": estimate_memory(trace, self.model, self.max_tokens),
         }
 
     def _capabilities(self) -> dict[str, dict[str, Any]]:
@@ -336,11 +337,29 @@ class OpenModel:
             self.revision += 1
 
     def set_trace(self, trace: Trace) -> None:
-        """Show another trace; measures and the comparison of the former one are dropped."""
+        """Show another trace; measures and the comparison of the former one are dropped.
+
+        The classes that a person gave to heads belong to the model, so they stay.
+        """
         with self._changing:
+            if self.trace is not None and self.trace.classes and not trace.classes:
+                heads = {(layer.name, head) for layer in trace.layers for head in range(layer.heads)}
+                kept = {place: name for place, name in self.trace.classes.items() if place in heads}
+                trace = replace(trace, classes=kept)
             self.trace, self.table, self.comparison = trace, None, None
             self.grouping, self.recorded = TokenGrouping(), None
             self.revision += 1
+
+    def set_classes(self, classes: Mapping[tuple[str, int], str]) -> None:
+        """Keep the classes that a person gave to heads, in the trace that is saved and in the one that is shown."""
+        heads = set(self.heads)
+        if wrong := [place for place in classes if place not in heads]:
+            raise ValueError(f"there is no head {wrong[0][1]} of {wrong[0][0]!r} to name")
+        with self._changing:
+            if self.trace is not None:
+                self.trace = replace(self.trace, classes=dict(classes))
+            if self.recorded is not None:
+                self.recorded = replace(self.recorded, classes=dict(classes))
 
     def set_grouping(self, grouping: TokenGrouping) -> None:
         """Merge tokens or leave some out in everything that is shown; measures and jobs keep to the recorded tokens."""

@@ -24,10 +24,13 @@ from starlette.routing import Route
 
 from ..errors import SpecError
 from ..traces import map_queries_and_keys
+from ..traces.head_aggregates import AGGREGATES
 from ..traces.head_steps import HeadPlace
+from .analysis_answers import SCOPES, encode_aggregate, encode_image, encode_products, encode_written
 from .binary_answers import encode_marginals, encode_measures, encode_thumbnails, encode_tile
 from .comparison_actions import compare_attention, exact_pair, pool_difference
 from .cost_actions import compute_cost
+from .evidence_actions import find_evidence, measure_syntax
 from .export_files import EXPORT_KINDS, ExportScope, FileTooLarge, describe_files, make_file
 from .generation_actions import generate_text
 from .html_export import NOT_BUILT
@@ -39,7 +42,7 @@ from .http_security import (
     is_loopback,
     machine_names,
 )
-from .lab_actions import compute_effect, plan_curves, remove_greedily, sweep_heads
+from .lab_actions import compute_effect, continue_text, plan_curves, remove_greedily, sweep_heads
 from .model_actions import JOB_KINDS, TextTooLong, check_text_length
 from .model_worker import END_STATES, Job, ModelWorker, QueueFull, describe_error
 from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
@@ -66,8 +69,11 @@ ALL_JOBS = {
     "sweep": sweep_heads,
     "lab-plan": plan_curves,
     "greedy": remove_greedily,
+    "continue": continue_text,
     "generate": generate_text,
     "similarity": compute_similarity,
+    "evidence": find_evidence,
+    "syntax": measure_syntax,
     "compare": compare_attention,
     "cost": compute_cost,
     "surgery": describe_surgery,
@@ -110,6 +116,10 @@ class ViewServer:
             Route("/api/measures", self._answer(self._measures)),
             Route("/api/steps", self._answer(self._steps)),
             Route("/api/points", self._answer(self._points)),
+            Route("/api/products", self._answer(self._products)),
+            Route("/api/aggregate", self._answer(self._aggregate)),
+            Route("/api/written", self._answer(self._written)),
+            Route("/api/image", self._answer(self._image)),
             Route("/api/difference", self._answer(self._difference)),
             Route("/api/difference/pair", self._answer(self._difference_pair)),
             Route("/api/export", self._answer(self._export)),
@@ -231,6 +241,24 @@ class ViewServer:
         """The queries and keys of a head as points on the plane of their largest variance."""
         points = map_queries_and_keys(view.get_trace(), *self._head(view, query))
         return binary_response(encode_arrays({"queries": points.queries, "keys": points.keys}, share=points.share))
+
+    def _products(self, view: OpenModel, query: Query) -> Response:
+        site, head = self._head(view, query)
+        number = query.integer("query", 0, view.get_recorded().get_layer(site).num_queries - 1)
+        return binary_response(encode_products(view, site, head, number))
+
+    def _aggregate(self, view: OpenModel, query: Query) -> Response:
+        site = view.site_name(query.integer("site", 0, 10**6))
+        how, scope = query.choice("how", AGGREGATES), query.choice("scope", SCOPES)
+        return binary_response(encode_aggregate(view, site, how, scope))
+
+    def _written(self, view: OpenModel, query: Query) -> Response:
+        site, head = self._head(view, query)
+        number = query.integer("query", 0, view.get_recorded().get_layer(site).num_queries - 1)
+        return binary_response(encode_written(view, site, head, number))
+
+    def _image(self, view: OpenModel, query: Query) -> Response:
+        return binary_response(encode_image(view, query.text("stream", "text")))
 
     def _difference(self, view: OpenModel, query: Query) -> Response:
         """One head in both traces of the last comparison, over the aligned tokens."""

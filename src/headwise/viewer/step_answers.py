@@ -35,14 +35,14 @@ def find_steps(view: OpenModel, place: HeadPlace, key: int | None = None) -> tup
         return recorded_steps(view.get_recorded(), place, key), ONLY_TRACE
     model = view.get_model()
     try:
-        native = _native_copy(model)
+        native = get_native_copy(model)
         note = "" if native is model else f"computed in a headwise copy of {type(model).__name__}; the weights agree"
         return _steps_of_model(view, native, place, key), note
     except (ValueError, IndexError, KeyError, NotImplementedError) as error:  # what a trace holds is still true
         return recorded_steps(view.get_recorded(), place, key), str(error)
 
 
-def _native_copy(model: nn.Module) -> Transformer:
+def get_native_copy(model: nn.Module) -> Transformer:
     """The model as a headwise model; a copy of a transformers model is made once."""
     from ..head_analysis.random_baseline import as_native_model
     from ..models import Transformer

@@ -45,14 +45,15 @@ export default { render };
 
 
 class Target(NamedTuple):
-    """A target: a name (None is the bundled sample), texts, the folder for new models (None: read-only), and the
-    name of a model or trace to compare with."""
+    """A target: a name (None is the bundled sample), texts, the folder for new models (None: read-only), the name
+    of a model or trace to compare with, and the path of an image for a vision model."""
 
     name: str | None = None
     text: str | None = None
     source: str | None = None
     out: Path | None = None
     other: str = ""
+    image: str = ""
 
 
 class ServerOptions(NamedTuple):
@@ -91,15 +92,30 @@ def open_trace(trace: Trace) -> OpenModel:
 
 def open_model(model: Any, target: Target) -> OpenModel:
     """Open a model: run it on the texts of a target and record its attention."""
-    from .model_actions import capture_trace
+    from .model_actions import capture_image, capture_trace
     from .open_model import MAX_TOKENS
 
     text, source = target.text or "", target.source or ""
     if not text and not source:
         text = DEFAULT_TEXT
-    trace = capture_trace(model, text, source, MAX_TOKENS)
+    _check_inputs(model, target)
+    trace = capture_image(model, target.image) if target.image else capture_trace(model, text, source, MAX_TOKENS)
     pruned = read_pruned_heads(target.name)
     return OpenModel(trace, model, output_folder=target.out, read_only=target.out is None, pruned=pruned)
+
+
+def _check_inputs(model: Any, target: Target) -> None:
+    """Refuse to open a vision model without an image, and any other model with one."""
+    from ..head_analysis.image_examples import PatchLayout
+
+    try:
+        PatchLayout.from_model(model)
+    except SpecError as error:
+        if target.image:
+            raise SpecError(f"cannot read --image {target.image}: {error}") from None
+        return
+    if not target.image:
+        raise SpecError(f"cannot view {type(model).__name__} without an image; give --image FILE")
 
 
 def _open_sample(out: Path | None) -> OpenModel:
@@ -289,28 +305,34 @@ def frame_html(page: str, name: str) -> str:
 
 
 def view(
-    model_or_trace: Any = None, text: str | None = None, *, source: str | None = None, out: Path | str | None = None
+    model_or_trace: Any = None,
+    text: str | None = None,
+    *,
+    source: str | None = None,
+    image: Path | str | None = None,
+    out: Path | str | None = None,
 ) -> View:
     """The page of a model or a trace, which a notebook shows; `.serve()` opens it in the browser, `.save(path)` writes
     it.
 
     `model_or_trace` is a model, the name of a folder, a `Trace`, the path of a `.trace` file, or None for the bundled
-    sample. `text` is what the model reads; an encoder-decoder reads `source` and `text` is what it writes. `out` is the
-    folder for models that are pruned on the page; without it the page writes no files.
+    sample. `text` is what the model reads; an encoder-decoder reads `source` and `text` is what it writes. A vision
+    model reads `image`, the path of an image, a folder of images or an .npy. `out` is the folder for models that are
+    pruned on the page; without it the page writes no files.
 
     >>> import headwise as hw
     >>> hw.view()
     <page of dates: .save('page.html') writes it, .serve() opens it in the browser>
     """
-    folder = None if out is None else Path(out)
+    folder, picture = None if out is None else Path(out), "" if image is None else str(image)
     if model_or_trace is None or isinstance(model_or_trace, (str, Path)):
         name = None if model_or_trace is None else str(model_or_trace)
-        return View(open_target(Target(name, text, source, folder)))
+        return View(open_target(Target(name, text, source, folder, image=picture)))
     if isinstance(model_or_trace, Trace):
         if text is not None or source is not None:
             raise ValueError("text= needs a model, and a trace records one run; leave it out, or give the model")
         return View(open_trace(model_or_trace))
-    return View(open_model(model_or_trace, Target(None, text, source, folder)))
+    return View(open_model(model_or_trace, Target(None, text, source, folder, image=picture)))
 
 
 def view_attention(

@@ -46,6 +46,32 @@ def describe_trace(
             for layer in trace.layers
         ],
         "skipped": dict(trace.skipped),
+        "images": {name: list(image.shape[1:]) for name, image in trace.images.items()},
+        "classes": [
+            [number, head, name]
+            for number, layer in enumerate(trace.layers)
+            for (site, head), name in trace.classes.items()
+            if site == layer.name
+        ],
+    }
+
+
+def estimate_memory(trace: Trace, model: Any, max_tokens: int) -> dict[str, int | None]:
+    """Parameters and bytes of a loaded model, bytes of the recorded run, and about those of a run of `max_tokens`.
+
+    Queries, keys and values grow with the number of tokens, recorded weights with its square.
+    """
+    longest = 0.0
+    for layer in trace.layers:
+        growth = max_tokens / max(layer.num_queries, layer.num_keys, 1)
+        for name, array in layer.arrays.items():
+            longest += array.nbytes * (growth**2 if name.startswith("weights") else growth if name[0] in "qkvz" else 1)
+    parameters = [] if model is None else list(model.parameters())
+    return {
+        "parameters": sum(one.numel() for one in parameters) if parameters else None,
+        "weightBytes": sum(one.numel() * one.element_size() for one in parameters) if parameters else None,
+        "recordBytes": trace.nbytes,
+        "longestBytes": int(longest),
     }
 
 

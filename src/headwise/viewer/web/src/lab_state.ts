@@ -34,8 +34,26 @@ export interface Effect {
   outputs: string;
   random: { change: number; loss: number | null }[];
   recipe: { python: string; command: string };
+  check: Check;
   notes: string[];
 }
+
+/** Whether a copy of the model without the weights of these heads gives the same outputs. Mirrors `check_by_removal`. */
+export type Check = { possible: false; reason: string } | { possible: true; apart: number; allowed: number; largest: number; same: boolean; areLogits: boolean };
+
+/** The answer of the job continue: the new tokens with all heads, and without the chosen ones. Mirrors `continue_both`. */
+export type Continued = { request: string } & ({ possible: false; reason: string } | { possible: true; before: string[]; after: string[] });
+
+/** The answer of the job sweep: site, head, change, and change of the loss of every head alone. */
+export interface Sweep {
+  text: string;
+  mode: string;
+  heads: [number, number, number, number | null][];
+  quantity: string;
+}
+
+export const sweep = signal<Sweep | null>(null);
+export const continued = signal<Continued | null>(null);
 
 export const effect = signal<Effect | null>(null);
 
@@ -70,6 +88,13 @@ export async function computeEffect(): Promise<void> {
   }
 }
 
+/** Continue the open text with all heads and without the chosen ones. */
+export async function continueText(): Promise<void> {
+  const request = requestKey.value;
+  const result = await runJob("continue", labRequest());
+  if (result) continued.value = { ...result, request };
+}
+
 /** Give all ablated heads another mode, and the heads that follow too. */
 export function changeMode(next: Mode, scale = factor.value): void {
   batch(() => {
@@ -82,6 +107,11 @@ export function changeMode(next: Mode, scale = factor.value): void {
 
 export function modeFields(): { mode: Mode; scale: number } {
   return { mode: mode.value, scale: mode.value === "zero" ? factor.value : 0 };
+}
+
+/** The mode, scale and tokens of a sweep, to tell whether the ablated heads were swept in the same way. */
+export function sweepKey(fields: { mode: string; scale: number } = modeFields()): string {
+  return JSON.stringify([fields.mode, fields.scale, openTokens(), resampleText.value]);
 }
 
 export function toggleToken(stream: string, index: number): void {

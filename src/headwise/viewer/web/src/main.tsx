@@ -3,12 +3,13 @@
 import { signal } from "@preact/signals";
 import { render, type ComponentType, type JSX } from "preact";
 import { groupTokens, isGrouped, measureHeads, toggleAblated, togglePin } from "./actions";
+import { startClassNames } from "./class_names";
 import { watchTheme } from "./canvas/colors";
 import { ErrorNote } from "./components/basics";
 import { CommandBox, KeySheet, TextDialog } from "./components/overlays";
 import { Shell } from "./components/shell";
 import { t, type TextKey } from "./i18n";
-import { announcement, doc, isLoaded, loadDocument, loadError, measures, moveHead, overlay, screen, selectedToken, showsTable, source, startHash, type ScreenId } from "./state";
+import { addedTokens, announcement, doc, excludedTokens, isLoaded, loadDocument, loadError, measures, moveHead, overlay, screen, selectedToken, showsTable, source, startHash, type ScreenId } from "./state";
 import { HeadScreen } from "./screens/head";
 import { MapScreen } from "./screens/map";
 
@@ -97,7 +98,10 @@ const KEYS: Record<string, () => void> = {
   "]": () => history.forward(),
   Escape: () => {
     if (overlay.value) overlay.value = "";
-    else selectedToken.value = null;
+    else {
+      selectedToken.value = null;
+      addedTokens.value = excludedTokens.value = [];
+    }
   },
 };
 
@@ -122,5 +126,6 @@ watchTheme();
 addEventListener("keydown", onKey);
 render(<App />, document.getElementById("app")!);
 void loadDocument().then(() => {
+  startClassNames();
   if (source.isLive && isLoaded.value && !measures.value && doc.value?.capabilities.measure.possible) void measureHeads();
 });

@@ -70,6 +70,12 @@ export interface ViewDocument {
   /** Which tokens are merged or left out in everything that is shown. */
   grouping: Grouping;
   ablated: AblatedHead[];
+  /** Height, width and channels of the image of each stream of a vision model. */
+  images: Record<string, [number, number, number]>;
+  /** The classes that a person gave to heads: site, head, name. */
+  classes: [number, number, string][];
+  /** Sizes of the loaded model (null before it is loaded) and of the recorded run, also for a text of `maxTokens`. */
+  memory: { parameters: number | null; weightBytes: number | null; recordBytes: number; longestBytes: number };
   capabilities: Record<"text" | "measure" | "ablate" | "write", Ability>;
 }
 
@@ -256,6 +262,7 @@ export class ExportSource implements DataSource {
     const [name = "", query = ""] = path.split("?");
     const fields = new URLSearchParams(query);
     if (name === "thumbnails" || name === "measures") return this.stored(`/api/${name}`);
+    if (name === "image") return this.stored(`/api/image?stream=${fields.get("stream")}`);
     const where = `site=${fields.get("site")}&head=${fields.get("head")}`;
     if ((fields.get("lens") ?? "weight") !== "weight") throw this.missing();
     if (name === "tile") return this.cutTile(await this.stored(`/api/tile?${where}`), fields);

@@ -25,10 +25,14 @@ export const selectedSite = signal(0);
 export const selectedHead = signal(0);
 export const selectedToken = signal<number | null>(null);
 export const cellMode = signal("thumbnail"); // "thumbnail", "class" or a measure
-export const headForm = signal<"matrix" | "lines" | "arcs" | "points">("matrix");
+export const headForm = signal<"matrix" | "lines" | "arcs" | "points" | "channels">("matrix");
 export const lens = signal<Lens>("weight");
 export const scale = signal<Scale>("sqrt");
 export const sortHeads = signal("index");
+/** The Map shows this many heads, the strongest by a measure; 0 is all. */
+export const topCount = signal(0);
+/** The first and last layer that the Map shows; none is all. */
+export const layerRange = signal<number[]>([]);
 export const scatterX = signal("entropy");
 export const scatterY = signal("sink");
 export const scatterColor = signal("class"); // "class" or a measure
@@ -39,7 +43,17 @@ export const theme = signal<"" | "light" | "dark">("");
 export const selectedStep = signal(0); // of the Steps screen
 export const selectedKey = signal<number | null>(null); // position of the key whose numbers the Steps screen shows
 /** How the Text screen shows heads: the selected one, the mean of it and the pinned ones, or two over each other. */
-export const textMode = signal<"one" | "set" | "two">("one");
+export const textMode = signal<"one" | "set" | "two" | "all">("one");
+/** How weights of several heads become one number. */
+export const COMBINATIONS = ["mean", "max"] as const;
+export const combination = signal<(typeof COMBINATIONS)[number]>("mean");
+/** What the Text screen shows of all heads: of the layer, of all layers over the same tokens, or the rollout. */
+export const AGGREGATES = ["mean.layer", "max.layer", "mean.all", "max.all", "rollout.layer"] as const;
+export const aggregate = signal<(typeof AGGREGATES)[number]>("mean.layer");
+/** Keys that the Text screen leaves out; the weights on the others are divided by their sum. */
+export const excludedTokens = signal<number[]>([]);
+/** Whether the Head screen lists the tokens that the head writes. */
+export const showsWritten = signal(false);
 export const secondHead = signal(""); // "site.head", the other of two heads
 /** Classes that the user gave to heads, as "site.head=name". */
 export const ownClasses = signal<string[]>([]);
@@ -244,10 +258,12 @@ const HASH_FIELDS: [string, { value: unknown }, (text: string) => unknown][] = [
   ["head", selectedHead, toNumber],
   ["position", selectedToken, (text) => (text === "" ? null : toNumber(text))],
   ["cells", cellMode, (text) => text],
-  ["form", headForm, oneOf(["matrix", "lines", "arcs", "points"])],
+  ["form", headForm, oneOf(["matrix", "lines", "arcs", "points", "channels"])],
   ["lens", lens, oneOf([...LENSES])],
   ["scale", scale, oneOf([...SCALES])],
   ["sort", sortHeads, (text) => text],
+  ["top", topCount, toNumber],
+  ["layers", layerRange, (text) => (/^\d+,\d+$/.test(text) ? text.split(",").map(toNumber) : [])],
   ["x", scatterX, (text) => text],
   ["y", scatterY, (text) => text],
   ["color", scatterColor, (text) => text],
@@ -256,7 +272,11 @@ const HASH_FIELDS: [string, { value: unknown }, (text: string) => unknown][] = [
   ["step", selectedStep, toNumber],
   ["key", selectedKey, (text) => (text === "" ? null : toNumber(text))],
   ["pins", pinned, (text) => text.split(",").filter(Boolean)],
-  ["heads", textMode, oneOf(["one", "set", "two"])],
+  ["heads", textMode, oneOf(["one", "set", "two", "all"])],
+  ["combine", combination, oneOf([...COMBINATIONS])],
+  ["all", aggregate, oneOf([...AGGREGATES])],
+  ["leave", excludedTokens, (text) => text.split(",").filter(Boolean).map(toNumber)],
+  ["written", showsWritten, (text) => text === "true"],
   ["second", secondHead, (text) => text],
   ["classes", ownClasses, (text) => text.split(",").filter(Boolean)],
   ["least", leastShare, (text) => Math.min(Math.max(Number.parseFloat(text) || 0, 0), 1)],

@@ -6,7 +6,7 @@ import { useEffect, useMemo } from "preact/hooks";
 import { themeVersion } from "../canvas/colors";
 import { drawHead } from "../figures/head_figure";
 import { drawMap } from "../figures/map_figure";
-import { makePng, svgBlob, type Figure } from "../figures/svg";
+import { makePng, PNG_ZOOMS, svgBlob, type Figure } from "../figures/svg";
 import { t } from "../i18n";
 import { reproduceHead, reproduceMap } from "../reproduction";
 import type { FileInfo, PageError, SavedFile } from "../source";
@@ -62,11 +62,12 @@ export function ExportDrawer(): JSX.Element {
 /** The figure of what is chosen, as it will be saved. */
 function FigurePart({ subject, error, stem }: { subject: Signal<Subject>; error: Signal<PageError | null>; stem: string }): JSX.Element {
   const drawn = useSignal<Drawn | null>(null);
+  const zoom = useSignal<(typeof PNG_ZOOMS)[number]>("2");
   useSignalEffect(() => {
     void themeVersion.value;
     let isOld = false;
     drawn.value = null;
-    makeDrawing(subject.value)
+    makeDrawing(subject.value, Number(zoom.value))
       .then((value) => !isOld && (drawn.value = value))
       .catch((reason) => !isOld && (error.value = toPageError(reason)));
     return () => void (isOld = true);
@@ -81,16 +82,16 @@ function FigurePart({ subject, error, stem }: { subject: Signal<Subject>; error:
       <div class="row wrap">
         <FileButton label="SVG" size={svg?.size} save={svg && (async () => ({ name: `${stem}.svg`, blob: svg }))} error={error} />
         <FileButton label="PNG" size={png?.size} save={png && (async () => ({ name: `${stem}.png`, blob: png }))} error={error} />
-        {figure && <span class="t3 sm">{t("export.size", { width: figure.width * 2, height: figure.height * 2 })}</span>}
+        {figure && <Select label={t("export.width")} value={zoom.value} options={PNG_ZOOMS.map((name) => [name, t("export.pixels", { width: figure.width * Number(name) })] as const)} onChange={(value) => (zoom.value = value)} />}
       </div>
     </section>
   );
 }
 
-async function makeDrawing(subject: Subject): Promise<Drawn> {
+async function makeDrawing(subject: Subject, zoom: number): Promise<Drawn> {
   const item = site.value!;
   const figure = subject === "all" ? drawMap() : drawHead(item, await fetchShownTile(item));
-  return { figure, svg: svgBlob(figure), png: await makePng(figure) };
+  return { figure, svg: svgBlob(figure), png: await makePng(figure, zoom) };
 }
 
 /** Weights, measures, trace and page, with their sizes. */
@@ -202,6 +203,8 @@ function ReproductionPart({ subject }: { subject: Subject }): JSX.Element {
       <CodeBlock label={t("export.python")} text={python} />
       <CodeBlock label={t("export.shell")} text={shell} />
       {subject === "head" && <p class="t3 sm">{t("export.sqrtOnly")}</p>}
+      <CodeBlock label={t("export.link")} text={location.href} />
+      {source.isLive && <p class="t3 sm">{t("export.linkHint")}</p>}
     </section>
   );
 }

@@ -11,6 +11,7 @@ import { classWord, format, measureName, t } from "../i18n";
 import { cellMode, classesOf, doc, firstHeads, headName, isAblated, measureOf, measures, scale, screen, selectHead, selectedHead, selectedSite, sites, sortHeads, stacks, thumbnails } from "../state";
 import { Meter } from "./basics";
 import { Badge, classLetter } from "./class_badge";
+import { isOnTop, isShownLayer } from "./map_filter";
 
 export interface HeadItem {
   index: number;
@@ -46,17 +47,17 @@ function rowHeads(site: number): (HeadItem | null)[] {
 export function isDimmed(index: number): boolean {
   const letter = classFilter.value;
   if (letter !== "" && classLetter(classesOf(index)[0]?.name) !== letter) return true;
-  return brushedHeads.value !== null && !brushedHeads.value.has(index);
+  return !isOnTop(index) || (brushedHeads.value !== null && !brushedHeads.value.has(index));
 }
 
-/** The sites of a kind of attention, such as "encoder self". */
+/** The shown sites of a kind of attention, such as "encoder self". */
 export function stackNumbers(stack: string): number[] {
-  return sites.value.flatMap((site, number) => (`${site.stack} ${site.kind}` === stack ? [number] : []));
+  return sites.value.flatMap((site, number) => (`${site.stack} ${site.kind}` === stack && isShownLayer(number) ? [number] : []));
 }
 
 /** The heads of the widest of some sites, those included that were pruned. */
 export function stackColumns(numbers: number[]): number {
-  return Math.max(...numbers.map((number) => sites.value[number]!.heads + sites.value[number]!.prunedHeads.length));
+  return Math.max(1, ...numbers.map((number) => sites.value[number]!.heads + sites.value[number]!.prunedHeads.length));
 }
 
 export function HeadGrid({ stack }: { stack: string }): JSX.Element {

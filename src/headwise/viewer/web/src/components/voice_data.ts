@@ -1,7 +1,7 @@
 // The weights that the Text screen shows: of one head, or the mean of several that attend over the same tokens.
 
 import type { Message, Site } from "../source";
-import { pinned, secondHead, selectedHead, selectedSite, sites, source, textMode } from "../state";
+import { aggregate, combination, doc, pinned, secondHead, selectedHead, selectedSite, sites, source, textMode } from "../state";
 import { MAX_CELLS, type TileState } from "./head_data";
 
 export type HeadPair = [site: number, head: number];
@@ -62,26 +62,32 @@ function sum(arrays: Float32Array[]): Float32Array {
   return mean(arrays).map((value) => value * arrays.length);
 }
 
-async function fetchMean(heads: HeadPair[], path: (where: string) => string, signal: AbortSignal): Promise<Float32Array> {
+/** The mean or the maximum of the weights of several heads, as chosen. */
+function combine(arrays: Float32Array[]): Float32Array {
+  if (combination.value === "mean" || arrays.length === 1) return mean(arrays);
+  return arrays[0]!.map((_, place) => arrays.reduce((most, array) => Math.max(most, array[place]!), -Infinity));
+}
+
+async function fetchCombined(heads: HeadPair[], path: (where: string) => string, signal: AbortSignal): Promise<Float32Array> {
   const answers = await Promise.all(heads.map(([site, head]) => source.fetchArrays(path(`site=${site}&head=${head}`), signal)));
-  return mean(answers.map((answer) => answer.arrays["weights"]!.data as Float32Array));
+  return combine(answers.map((answer) => answer.arrays["weights"]!.data as Float32Array));
 }
 
 /** The weights of some queries, added, on all keys; and those of all queries on a key. */
 export async function fetchWeights(heads: HeadPair[], queries: number[], key: number | null, signal: AbortSignal): Promise<Weights> {
   const [to, from] = await Promise.all([
-    queries.length ? Promise.all(queries.map((query) => fetchMean(heads, (where) => `row?${where}&query=${query}&lens=weight`, signal))).then(sum) : null,
-    key === null ? null : fetchMean(heads, (where) => `column?${where}&key=${key}`, signal),
+    queries.length ? Promise.all(queries.map((query) => fetchCombined(heads, (where) => `row?${where}&query=${query}&lens=weight`, signal))).then(sum) : null,
+    key === null ? null : fetchCombined(heads, (where) => `column?${where}&key=${key}`, signal),
   ]);
   return { to, from };
 }
 
-/** A tile of the mean weights of some heads, of all queries and keys. */
-export async function fetchMeanTile(heads: HeadPair[], signal: AbortSignal): Promise<TileState> {
+/** A tile of the combined weights of some heads, of all queries and keys. */
+export async function fetchCombinedTile(heads: HeadPair[], signal: AbortSignal): Promise<TileState> {
   const answers = await Promise.all(heads.map(([site, head]) => source.fetchArrays(`tile?site=${site}&head=${head}&rows=${MAX_CELLS}&cols=${MAX_CELLS}`, signal)));
   const [rows = 0, columns = 0] = answers[0]!.arrays["weights"]!.shape;
   const scaled = (answer: Message) => Float32Array.from(answer.arrays["weights"]!.data, (step) => (step / 255) * answer.fields["scale"]);
-  const weights = Uint8Array.from(mean(answers.map(scaled)), (weight) => Math.round(weight * 255));
+  const weights = Uint8Array.from(combine(answers.map(scaled)), (weight) => Math.round(weight * 255));
   const item = sites.value[heads[0]![0]]!;
   const view = { q0: 0, q1: item.numQueries, k0: 0, k1: item.numKeys };
   return { view, weights, masked: undefined, rows, columns, scale: 1, isDraft: false };
@@ -98,4 +104,60 @@ export function strongestQuery(tile: TileState): number | null {
     }
   }
   return query;
+}
+
+// --- all heads together --------------------------------------------------------------------------------
+
+let kept: { key: string; matrix: Promise<AggregateMatrix> } | null = null;
+
+interface AggregateMatrix {
+  weights: Float32Array;
+  rows: number;
+  columns: number;
+}
+
+/** The matrix of all heads that is chosen; the last one is kept. */
+function fetchAggregate(): Promise<AggregateMatrix> {
+  const [how, scope] = aggregate.value.split(".");
+  const path = `aggregate?site=${selectedSite.value}&how=${how}&scope=${scope}`;
+  const key = `${doc.value?.revision} ${path}`;
+  if (kept?.key !== key) {
+    const matrix = source.fetchArrays(path).then(({ arrays }) => {
+      const { data, shape } = arrays["weights"]!;
+      return { weights: data as Float32Array, rows: shape[0] ?? 0, columns: shape[1] ?? 0 };
+    });
+    kept = { key, matrix };
+    matrix.catch(() => (kept = null));
+  }
+  return kept.matrix;
+}
+
+export async function fetchAggregateWeights(queries: number[], key: number | null): Promise<Weights> {
+  const { weights, rows, columns } = await fetchAggregate();
+  const row = (query: number) => weights.slice(query * columns, (query + 1) * columns);
+  const from = key === null ? null : Float32Array.from({ length: rows }, (_, query) => weights[query * columns + key]!);
+  return { to: queries.length ? sum(queries.map(row)) : null, from };
+}
+
+export async function fetchAggregateTile(): Promise<TileState> {
+  const { weights, rows, columns } = await fetchAggregate();
+  const [height, width] = [Math.min(rows, MAX_CELLS), Math.min(columns, MAX_CELLS)];
+  const cells = new Uint8Array(height * width);
+  for (let query = 0; query < rows; query++) {
+    const first = Math.floor((query * height) / rows) * width;
+    for (let key = 0; key < columns; key++) {
+      const cell = first + Math.floor((key * width) / columns);
+      cells[cell] = Math.max(cells[cell]!, Math.round(weights[query * columns + key]! * 255));
+    }
+  }
+  return { view: { q0: 0, q1: rows, k0: 0, k1: columns }, weights: cells, masked: undefined, rows: height, columns: width, scale: 1, isDraft: false };
+}
+
+/** Weights without some keys; the others are divided by their sum. Columns are kept as they are, but not for these keys. */
+export function leaveOut({ to, from }: Weights, excluded: readonly number[]): Weights {
+  if (!excluded.length || !to) return { to, from };
+  const hidden = new Set(excluded);
+  const total = to.reduce((all, weight) => all + weight, 0);
+  const left = to.reduce((all, weight, key) => (hidden.has(key) ? all : all + weight), 0);
+  return { to: to.map((weight, key) => (hidden.has(key) ? 0 : left > 0 ? (weight * total) / left : 0)), from };
 }

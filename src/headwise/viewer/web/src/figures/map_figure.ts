@@ -25,7 +25,7 @@ export function drawMap(): Figure {
   ];
   let top = HEADER;
   let width = Math.max(textWidth(title, 15), textWidth(measured, 11), 460);
-  for (const stack of stacks.value) {
+  for (const stack of stacks.value.filter((name) => stackNumbers(name).length)) {
     const block = drawStack(stack, top);
     parts.push(...block.parts);
     top += block.height;

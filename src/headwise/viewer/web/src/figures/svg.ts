@@ -2,10 +2,11 @@
 // attributes and not styles, so that a figure looks the same in a browser, in Inkscape and in a paper.
 
 import { cssValue } from "../canvas/colors";
+import { captionLines, provenance } from "./provenance";
 
 export const FONT = "Helvetica Neue, Helvetica, Arial, Noto Sans CJK SC, PingFang SC, Microsoft YaHei, sans-serif";
 export const MONO = "DejaVu Sans Mono, Menlo, Consolas, Noto Sans Mono CJK SC, monospace";
-const PNG_ZOOM = 2; // pixels of the PNG for each unit of the figure
+export const PNG_ZOOMS = ["1", "2", "4"] as const; // pixels of the PNG for each unit of the figure
 const MAX_PNG_SIDE = 8192;
 
 export interface Figure {
@@ -43,12 +44,18 @@ function round(value: number): string {
   return String(Math.round(value * 100) / 100);
 }
 
-/** The figure around its parts: the ground in the colour of the page, and the title for screen readers. */
-export function makeFigure(title: string, width: number, height: number, parts: string[]): Figure {
+const CAPTION = { line: 14, size: 9, margin: 20 };
+
+/** The figure around its parts: the ground in the colour of the page, a caption, and title and origin for machines. */
+export function makeFigure(title: string, width: number, inner: number, parts: string[]): Figure {
+  const lines = captionLines();
+  const height = inner + lines.length * CAPTION.line + 6;
+  const most = Math.floor((width - 2 * CAPTION.margin) / (0.61 * CAPTION.size));
+  const caption = lines.map((line, index) => textElement(shorten(line, most), { x: CAPTION.margin, y: inner + (index + 0.5) * CAPTION.line, "font-size": CAPTION.size, fill: cssValue("--text-3") }));
   const ground = element("rect", { width, height, fill: cssValue("--surface") });
   const size = { width: Math.ceil(width), height: Math.ceil(height) };
   const root = { xmlns: "http://www.w3.org/2000/svg", ...size, viewBox: `0 0 ${size.width} ${size.height}`, role: "img" };
-  return { svg: element("svg", root, element("title", {}, escapeXml(title)), ground, ...parts), title, ...size };
+  return { svg: element("svg", root, element("title", {}, escapeXml(title)), element("desc", {}, escapeXml(provenance())), ground, ...parts, ...caption), title, ...size };
 }
 
 /** About how wide a text is, in units of its font size; East Asian characters are as wide as high. */
@@ -67,14 +74,14 @@ export function svgBlob(figure: Figure): Blob {
   return new Blob([figure.svg], { type: "image/svg+xml" });
 }
 
-/** The figure as PNG, with two pixels for each unit as far as a canvas allows it. */
-export async function makePng(figure: Figure): Promise<Blob> {
+/** The figure as PNG, with some pixels for each unit as far as a canvas allows it. */
+export async function makePng(figure: Figure, wanted: number): Promise<Blob> {
   const address = URL.createObjectURL(svgBlob(figure));
   try {
     const image = new Image();
     image.src = address;
     await image.decode();
-    const zoom = Math.min(PNG_ZOOM, MAX_PNG_SIDE / Math.max(figure.width, figure.height));
+    const zoom = Math.min(wanted, MAX_PNG_SIDE / Math.max(figure.width, figure.height));
     const canvas = document.createElement("canvas");
     canvas.width = Math.round(figure.width * zoom);
     canvas.height = Math.round(figure.height * zoom);

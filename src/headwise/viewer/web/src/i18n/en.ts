@@ -1,6 +1,9 @@
 // English texts of the page. Every other language has the same keys; {name} is replaced by a value.
 
+import { analysisEn } from "./analysis_en";
+
 export const en = {
+  ...analysisEn,
   "screen.open": "Open",
   "screen.map": "Map",
   "screen.head": "Head",
@@ -123,8 +126,7 @@ export const en = {
   "head.patches": "Patches",
   "head.noPatches": "The {keys} keys do not form a square of patches.",
   "head.choosePatch": "Choose a query to see its weights over the patches.",
-  "head.patchScale": "{side} × {side} patches in reading order; largest weight {most}; left out before them: {extra}.",
-  "head.noImage": "A trace holds tokens, not pixels, so the weights are drawn over an empty grid. Patches are numbered from the top left.",
+  "head.noImage": "This trace holds no image, so the weights are drawn over an empty grid. Patches are numbered from the top left.",
   "head.rowsEntropy": "entropy",
   "head.rowsMaximum": "largest weight",
   "head.hint": "Hover a cell for its exact weight; click keeps it; arrow keys move it.",
@@ -542,7 +544,6 @@ export const en = {
   "export.allHeads": "{count} heads",
   "export.figure": "Figure",
   "export.noFigure": "This screen has no figure of its own, so the figure is that of the Head screen or of the Map.",
-  "export.size": "{width} × {height} pixels",
   "export.numbers": "Attention weights",
   "export.numbersHint": "CSV and JSON: one entry for each query-key pair. NPZ: arrays [batch, heads, queries, keys].",
   "export.least": "Leave out weights below",

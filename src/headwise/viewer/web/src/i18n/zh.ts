@@ -1,8 +1,10 @@
 // Chinese texts of the page: the same keys as in en.ts.
 
+import { analysisZh } from "./analysis_zh";
 import type { TextKey } from "./en";
 
 export const zh: Record<TextKey, string> = {
+  ...analysisZh,
   "screen.open": "打开",
   "screen.map": "总览",
   "screen.head": "注意力头",
@@ -125,8 +127,7 @@ export const zh: Record<TextKey, string> = {
   "head.patches": "图块",
   "head.noPatches": "{keys} 个键无法排成正方形的图块。",
   "head.choosePatch": "选择一个查询，即可查看它在各图块上的权重。",
-  "head.patchScale": "{side} × {side} 个图块，按阅读顺序排列；最大权重 {most}；其前未画出的词元数：{extra}。",
-  "head.noImage": "轨迹只保存词元，不保存像素，因此权重画在空白网格上。图块从左上角开始编号。",
+  "head.noImage": "这个轨迹没有图像，因此权重画在空白网格上。图块从左上角开始编号。",
   "head.rowsEntropy": "熵",
   "head.rowsMaximum": "最大权重",
   "head.hint": "悬停查看精确权重；点击锁定；方向键移动。",
@@ -544,7 +545,6 @@ export const zh: Record<TextKey, string> = {
   "export.allHeads": "{count} 个头",
   "export.figure": "图",
   "export.noFigure": "本页没有单独的图，因此这里给出“头”页或“总览”页的图。",
-  "export.size": "{width} × {height} 像素",
   "export.numbers": "注意力权重",
   "export.numbersHint": "CSV 和 JSON：每个查询-键对一项。NPZ：数组 [批, 头, 查询, 键]。",
   "export.least": "忽略小于此值的权重",

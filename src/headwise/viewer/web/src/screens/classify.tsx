@@ -4,6 +4,7 @@ import { signal } from "@preact/signals";
 import type { JSX } from "preact";
 import { Meter, Panel, type Column } from "../components/basics";
 import { Badge, classLetter, className, LETTERS, type Letter } from "../components/class_badge";
+import { ClassEvidence, SyntaxPanel } from "../components/class_evidence";
 import { DataTable } from "../components/data_table";
 import { MeasurePrompt } from "../components/shell";
 import { downloadText } from "../download";
@@ -93,9 +94,11 @@ export function ClassifyScreen(): JSX.Element {
       </div>
       <div class="classify">
         <ThresholdPanel rows={rows} />
-        <Panel>
+        <ClassEvidence measure={measureName} />
+        <Panel class="class-table">
           <DataTable caption={t("screen.classify")} rows={shown} sort="score" isSelected={(row) => row.index === headIndex.value} onSelect={(row) => selectHead(row.site, row.head)} columns={columns()} />
         </Panel>
+        <SyntaxPanel />
       </div>
     </>
   );

@@ -5,7 +5,7 @@ import type { JSX } from "preact";
 import { showMeasure } from "../actions";
 import { ErrorNote, Heatmap, Panel, Ramp, Segmented, Select } from "../components/basics";
 import { DataTable } from "../components/data_table";
-import { HeadGrid } from "../components/head_grid";
+import { HeadGrid, stackNumbers } from "../components/head_grid";
 import { streamWords, visibleToken } from "../components/tokens";
 import { format, t, type TextKey } from "../i18n";
 import type { Message, PageError } from "../source";
@@ -178,7 +178,7 @@ function Answer({ found }: { found: Comparison }): JSX.Element {
       </Panel>
       <div class="diff-lay">
         <Panel title={t("diff.heads")} footer={<Ramp text={t(`diff.ramp.${cellMode.value === "largest change" ? "largest" : cellMode.value === "divergence" ? "divergence" : "thumbnail"}` as TextKey)} />}>
-          {stacks.value.map((stack) => (
+          {stacks.value.filter((stack) => stackNumbers(stack).length).map((stack) => (
             <HeadGrid key={stack} stack={stack} />
           ))}
         </Panel>

@@ -2,13 +2,16 @@
 
 import { useSignal, type ReadonlySignal } from "@preact/signals";
 import type { JSX } from "preact";
+import { ChannelProducts } from "../components/channel_products";
 import { ErrorNote, Panel, Ramp, Segmented, Select, TableButton } from "../components/basics";
 import { MAX_CELLS, useHeadData, type HeadData, type Pointed } from "../components/head_data";
-import { Minimap, OffsetProfile, PatchPanel, RowPanel } from "../components/head_panels";
+import { Minimap, OffsetProfile, RowPanel } from "../components/head_panels";
 import { Matrix } from "../components/matrix";
+import { PatchPanel } from "../components/patch_panel";
 import { QueryKeyPoints } from "../components/query_key_points";
 import { StrongestPairs, TokenLines } from "../components/token_lines";
 import { streamWords, visibleToken } from "../components/tokens";
+import { WrittenTokens } from "../components/written_tokens";
 import { format, t, type TextKey } from "../i18n";
 import type { Site } from "../source";
 import { headForm, headName, leastShare, LENSES, lens, matrixView, rowMarginal, scale, SCALES, selectedHead, selectedSite, showsTable, site, type Lens } from "../state";
@@ -28,8 +31,10 @@ export function HeadScreen(): JSX.Element {
       <Toolbar item={item} />
       {data.error.value && <ErrorNote {...data.error.value} />}
       <div class="head-lay">
-        <Panel footer={<CellFooter item={item} pointed={pointed} data={data} />}>
-          {showsTable.value ? (
+        <Panel footer={form === "channels" ? undefined : <CellFooter item={item} pointed={pointed} data={data} />}>
+          {form === "channels" ? (
+            <ChannelProducts item={item} />
+          ) : showsTable.value ? (
             <StrongestPairs item={item} tile={data.tile.value} />
           ) : form === "points" ? (
             <QueryKeyPoints item={item} />
@@ -46,6 +51,7 @@ export function HeadScreen(): JSX.Element {
           {(tokens > MAX_CELLS || matrixView.value) && <Minimap item={item} />}
           {isImage && <PatchPanel item={item} row={data.row} />}
           <RowPanel item={item} row={data.row} marginals={data.marginals} />
+          <WrittenTokens item={item} />
           <OffsetProfile item={item} data={data} />
         </div>
       </div>
@@ -66,6 +72,7 @@ function Toolbar({ item }: { item: Site }): JSX.Element {
           ["lines", t("head.lines")],
           ["arcs", t("head.arcs")],
           ["points", t("head.points")],
+          ["channels", t("head.channels")],
         ]}
         onChange={(value) => (headForm.value = value)}
       />

@@ -7,7 +7,7 @@ import { Meter, Panel, Segmented, Select, type Column } from "../components/basi
 import { DataTable } from "../components/data_table";
 import { format, t, type TextKey } from "../i18n";
 import { en } from "../i18n/en";
-import { factor, mode, modeFields, openTokens, resampleText, textKey } from "../lab_state";
+import { factor, mode, modeFields, openTokens, resampleText, sweep, sweepKey, textKey, type Sweep } from "../lab_state";
 import { headIndex, firstHeads, headName, job, runJob, selectHead, selectedSite, showsTable, sites, source } from "../state";
 
 const KINDS = ["sweep", "once", "every"] as const;
@@ -17,12 +17,6 @@ interface Plan {
   heads: number;
   limit: number;
   plans: Record<Kind, { heads: number; seconds: number }>;
-}
-
-interface Sweep {
-  text: string;
-  heads: [number, number, number, number | null][];
-  quantity: string;
 }
 
 interface Curve {
@@ -37,7 +31,6 @@ interface Curve {
 const kind = signal<Kind>("sweep");
 const layers = signal<"all" | "one">("all");
 const plan = signal<{ key: string; found: Plan } | null>(null);
-const sweep = signal<Sweep | null>(null);
 const curve = signal<Curve | null>(null);
 const count = signal(0);
 
@@ -65,7 +58,7 @@ export function CurvesPanel(): JSX.Element {
     const body = { sites: chosenSites, limit: known!.plans[kind.value].heads };
     if (kind.value === "sweep") {
       const found = await runJob("sweep", { ...body, ...modeFields(), tokens: openTokens(), resampleText: resampleText.value });
-      if (found) sweep.value = { ...found, text: textKey.value };
+      if (found) sweep.value = { ...found, text: textKey.value, mode: sweepKey() };
     } else {
       const found = (await runJob("greedy", { ...body, ranking: kind.value })) as Curve | null;
       if (!found) return;

@@ -8,8 +8,8 @@ import { Meter, Panel, Ramp, TableButton, type Column } from "../components/basi
 import { DataTable } from "../components/data_table";
 import { streamWords, visibleToken } from "../components/tokens";
 import { format, t } from "../i18n";
-import { computeEffect, effect, type Effect, type NextToken } from "../lab_state";
-import { doc, showsTable } from "../state";
+import { computeEffect, continued, continueText, effect, requestKey, sweep, sweepKey, textKey, type Check, type Effect, type NextToken } from "../lab_state";
+import { doc, job, showsTable } from "../state";
 
 const number = (value: number | null | undefined) => (value === null || value === undefined ? "–" : format(value));
 
@@ -48,6 +48,8 @@ function EffectView({ found }: { found: Effect }): JSX.Element {
           <b class="b">{number(found.kl)}</b>
         </dd>
       </dl>
+      <CheckView check={found.check} />
+      <SinglesView found={found} />
       {found.random.length > 0 && <RandomView found={found} />}
       <h3>{t("lab.byPosition")}</h3>
       {showsTable.value ? <PositionTable found={found} words={words} /> : <PositionChips found={found} words={words} position={position} onChoose={(index) => (chosen.value = index)} />}
@@ -58,11 +60,75 @@ function EffectView({ found }: { found: Effect }): JSX.Element {
         </>
       )}
       {found.nextAt.length > 0 && !next && <p class="t3 sm">{t("lab.nextFrom", { position: found.nextFrom })}</p>}
+      <ContinuedView />
       {found.notes.map((note) => (
         <p key={note} class="t3 sm">
           {note}
         </p>
       ))}
+    </div>
+  );
+}
+
+/** Whether a copy without the weights of these heads gives the same outputs. */
+function CheckView({ check }: { check: Check }): JSX.Element {
+  if (!check.possible) return <p class="t3 sm" data-testid="check">{t("check.not", { reason: check.reason })}</p>;
+  const values = { apart: check.apart.toExponential(1), allowed: check.allowed.toExponential(1) };
+  return (
+    <p class={`sm${check.same ? "" : " warn-text"}`} data-testid="check">
+      <span class={`tag ${check.same ? "ok" : "bad"}`}>{t("check.title")}</span> {t(check.same ? "check.same" : "check.differs", values)}{" "}
+      {check.areLogits && <span class="t3">{t("check.logits", { largest: format(check.largest) })}</span>}
+    </p>
+  );
+}
+
+/** The sum of the effects of the same heads, each alone, if they were swept on this text in the same way. */
+function SinglesView({ found }: { found: Effect }): JSX.Element | null {
+  const ablated = doc.value?.ablated ?? [];
+  const known = sweep.value;
+  const isSwept = known?.text === textKey.value && ablated.every((item) => sweepKey(item) === known.mode);
+  const singles = isSwept ? ablated.map((item) => known.heads.find(([site, head]) => site === item.site && head === item.head)) : [];
+  if (!singles.length || found.request !== requestKey.value || singles.some((one) => !one)) return null;
+  const alone = singles.reduce((sum, one) => sum + one![2], 0);
+  return (
+    <p class="sm" data-testid="singles">
+      {t("lab.sumOfSingle", { count: singles.length })}: {found.outputs} {t("lab.predicted", { alone: format(alone), together: number(found.kl) })}
+    </p>
+  );
+}
+
+/** What the model writes after the text, with all heads and without the chosen ones; tokens that differ are marked. */
+function ContinuedView(): JSX.Element {
+  const known = continued.value?.request === requestKey.value ? continued.value : null;
+  if (!known) {
+    return (
+      <button class="btn" type="button" aria-disabled={job.value !== null} onClick={() => job.value === null && void continueText()}>
+        {t("lab.continue")}
+      </button>
+    );
+  }
+  if (!known.possible) return <p class="t3 sm">{known.reason}</p>;
+  const { before, after } = known;
+  const longer = before.length > after.length ? before : after;
+  const differs = longer.findIndex((_, index) => before[index] !== after[index]);
+  const row = (title: string, tokens: string[], others: string[]) => (
+    <div class="row top continued">
+      <span class="t3 sm">{title}</span>
+      <p class="mono">
+        {tokens.map((token, index) => (
+          <span key={index} class={token === others[index] ? "" : "other-token"}>
+            {visibleToken(token)}
+          </span>
+        ))}
+      </p>
+    </div>
+  );
+  return (
+    <div data-testid="continued">
+      <h3>{t("lab.continued")}</h3>
+      {row(t("lab.before"), before, after)}
+      {row(t("lab.after"), after, before)}
+      <p class="t3 sm">{differs < 0 ? t("lab.noDifference", { count: before.length }) : t("lab.firstDifference", { number: differs + 1 })}</p>
     </div>
   );
 }

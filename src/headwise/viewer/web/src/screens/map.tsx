@@ -6,8 +6,9 @@ import { measureImportance } from "../actions";
 import { Meter, Panel, Ramp, Segmented, Select, TableButton } from "../components/basics";
 import { Badge, classLetter, className, LETTERS } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
-import { classFilter, HeadGrid, meanName, type HeadItem } from "../components/head_grid";
+import { classFilter, HeadGrid, meanName, stackNumbers, type HeadItem } from "../components/head_grid";
 import { HeadScatter } from "../components/head_scatter";
+import { isOnTop, isShownLayer, MapFilter } from "../components/map_filter";
 import { MeasurePrompt } from "../components/shell";
 import { classWord, format, measureName, t, type TextKey } from "../i18n";
 import { cellMode, classesOf, doc, firstHeads, headCount, headIndex, headName, measureOf, measures, scale, selectHead, showsTable, sites, sortHeads, source, stacks } from "../state";
@@ -50,8 +51,9 @@ export function MapScreen(): JSX.Element {
         )}
         {table && <TableButton />}
       </div>
+      <MapFilter />
       {showsTable.value && table ? (
-        <HeadTable heads={heads.value} />
+        <HeadTable heads={heads.value.filter((item) => isOnTop(item.index) && isShownLayer(item.site))} />
       ) : (
         <div class="lay">
           <GridPanel />
@@ -106,7 +108,7 @@ function GridPanel(): JSX.Element {
         </div>
       }
     >
-      {stacks.value.map((stack) => (
+      {stacks.value.filter((stack) => stackNumbers(stack).length).map((stack) => (
         <HeadGrid key={stack} stack={stack} />
       ))}
     </Panel>

@@ -1,10 +1,12 @@
 // Open: what was found in the model, how it was recorded, and what cannot be done, with the reasons.
 
 import type { JSX } from "preact";
+import { runText } from "../actions";
 import { Panel } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import { t } from "../i18n";
-import { doc, overlay, selectHead, sites, source } from "../state";
+import { doc, job, overlay, selectHead, sites, source, stacks } from "../state";
+import { formatSize } from "./prune_result";
 
 export function OpenScreen(): JSX.Element {
   const skipped = Object.entries(doc.value?.skipped ?? {});
@@ -37,8 +39,10 @@ export function OpenScreen(): JSX.Element {
                 <dd>{String(value)}</dd>
               </div>
             ))}
+            <SizeRows />
           </dl>
         </Panel>
+        <Examples />
         <Panel title={t("open.layers")}>
           {sites.value.length ? (
             <DataTable
@@ -81,5 +85,51 @@ export function OpenScreen(): JSX.Element {
         )}
       </div>
     </>
+  );
+}
+
+/** Sizes of the model and of the recorded run. */
+function SizeRows(): JSX.Element | null {
+  const memory = doc.value?.memory;
+  if (!memory) return null;
+  const kinds = [...new Set(stacks.value)].map((stack) => `${sites.value.filter((site) => `${site.stack} ${site.kind}` === stack).length} ${stack}`);
+  const rows: [string, string][] = [
+    [t("open.kinds"), kinds.join(", ")],
+    ...(memory.parameters === null ? [] : ([[t("open.parameters"), memory.parameters.toLocaleString("en")]] as [string, string][])),
+    ...(memory.weightBytes === null ? [] : ([[t("open.weightBytes"), formatSize(memory.weightBytes, "bytes")]] as [string, string][])),
+    [t("open.recordBytes"), `${formatSize(memory.recordBytes, "bytes")}. ${t("open.lots", { count: doc.value!.maxTokens.toLocaleString("en"), size: formatSize(memory.longestBytes, "bytes") })}`],
+  ];
+  return (
+    <>
+      {rows.map(([name, value]) => (
+        <div key={name}>
+          <dt>{name}</dt>
+          <dd>{value}</dd>
+        </div>
+      ))}
+    </>
+  );
+}
+
+const SHOWN_EXAMPLES = 6;
+
+/** Texts that the model was opened with, to read next. */
+function Examples(): JSX.Element | null {
+  const texts = (doc.value?.texts ?? []).slice(0, SHOWN_EXAMPLES);
+  if (!source.isLive || !texts.length || !doc.value?.capabilities.text.possible) return null;
+  const read = (text: string) => {
+    const [first = "", second = ""] = text.split("\t");
+    void (second ? runText(second, first) : runText(first, ""));
+  };
+  return (
+    <Panel title={t("open.examples")}>
+      <div class="row wrap">
+        {texts.map((text) => (
+          <button key={text} class="btn" type="button" aria-disabled={job.value !== null} onClick={() => job.value === null && read(text)}>
+            {text.replace("\t", " → ")}
+          </button>
+        ))}
+      </div>
+    </Panel>
   );
 }

@@ -7,6 +7,7 @@ import { setAblated } from "../actions";
 import { Heatmap, Panel, Select } from "../components/basics";
 import { Badge } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
+import { Dendrogram } from "../components/dendrogram";
 import { format, t } from "../i18n";
 import { classesOf, doc, firstHeads, headCount, headName, isAblated, job, runJob, scale, screen, selectHead, source } from "../state";
 import type { Message } from "../source";
@@ -161,6 +162,9 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
           {t("similar.prune")}
         </button>
       </div>
+      <Panel title={t("tree.title")} footer={<span class="t3 sm">{t("tree.hint")}</span>}>
+        <Dendrogram heads={group.heads} merges={group.merges} threshold={threshold} name={name} onCut={onCut} />
+      </Panel>
       <div class="two">
         <Panel title={t("similar.matrix", { most: format(most) })}>
           <Heatmap class="bigthumb" image={{ data: pixels, rows: count, columns: count }} scale={scale.value} label={t("similar.matrix", { most: format(most) })} />

@@ -6,15 +6,16 @@ import type { JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 import { generateText } from "../actions";
 import { cssRamp, rampPosition, themeVersion } from "../canvas/colors";
-import { Panel, Segmented, Select } from "../components/basics";
+import { ErrorNote, Panel, Segmented, Select } from "../components/basics";
 import { StrongestPairs } from "../components/token_lines";
 import type { TileState } from "../components/head_data";
 import { isSpecial, streamWords, visibleToken } from "../components/tokens";
-import { fetchMeanTile, fetchWeights, NO_WEIGHTS, otherHeads, shownGroups, strongestQuery, type HeadPair, type Weights } from "../components/voice_data";
+import { fetchAggregateTile, fetchAggregateWeights, fetchCombinedTile, fetchWeights, leaveOut, NO_WEIGHTS, otherHeads, shownGroups, strongestQuery, type HeadPair, type Weights } from "../components/voice_data";
 import { MOST_LINES, VoiceLines } from "../components/voice_lines";
 import { format, t, type TextKey } from "../i18n";
 import type { Site } from "../source";
-import { addedTokens, doc, generation, headName, job, scale, secondHead, selectedSite, selectedToken, site, sites, source, textMode } from "../state";
+import { addedTokens, aggregate, AGGREGATES, combination, COMBINATIONS, doc, excludedTokens, generation, headName, job, scale, secondHead, selectedSite, selectedToken, site, sites, source, textMode, toPageError } from "../state";
+import type { PageError } from "../source";
 
 const LISTED = 6; // keys and queries in the lists
 
@@ -27,6 +28,7 @@ export function TextScreen(): JSX.Element {
   const hovered = useSignal<{ stream: string; index: number } | null>(null);
   const tiles = useSignal<TileState[]>([]);
   const weights = useSignal<Weights[]>([]);
+  const error = useSignal<PageError | null>(null);
   const item = site.value;
   /** What is pointed at: the hovered token, the kept one, or the query of the strongest pair. */
   const pointed = useComputed(() => {
@@ -40,15 +42,29 @@ export function TextScreen(): JSX.Element {
   useSignalEffect(() => {
     void doc.value?.revision;
     const abort = new AbortController();
-    if (site.value) Promise.all(shownGroups().map((heads) => fetchMeanTile(heads, abort.signal))).then((found) => (tiles.value = found), () => null);
+    error.value = null;
+    const isAll = textMode.value === "all";
+    if (isAll && !source.isLive) error.value = { fact: t("text.allLive"), remedy: "" };
+    else if (site.value) {
+      const found = isAll ? Promise.all([fetchAggregateTile()]) : Promise.all(shownGroups().map((heads) => fetchCombinedTile(heads, abort.signal)));
+      found.then(
+        (answers) => !abort.signal.aborted && (tiles.value = answers),
+        (reason) => !abort.signal.aborted && isAll && (error.value = toPageError(reason)),
+      );
+    }
     return () => abort.abort();
   });
   useSignalEffect(() => {
     const place = site.value && pointed.value && readPlace(site.value, pointed.value);
     const abort = new AbortController();
     const queries = place && place.query !== null ? [place.query, ...addedTo(place.query)] : [];
-    if (!place) weights.value = shownGroups().map(() => NO_WEIGHTS);
-    else Promise.all(shownGroups().map((heads) => fetchWeights(heads, queries, place.key, abort.signal))).then((found) => (weights.value = found), () => null);
+    const isAll = textMode.value === "all";
+    const excluded = excludedTokens.value;
+    if (!place || (isAll && !source.isLive)) weights.value = shownGroups().map(() => NO_WEIGHTS);
+    else {
+      const found = isAll ? Promise.all([fetchAggregateWeights(queries, place.key)]) : Promise.all(shownGroups().map((heads) => fetchWeights(heads, queries, place.key, abort.signal)));
+      found.then((answers) => !abort.signal.aborted && (weights.value = answers.map((answer) => leaveOut(answer, excluded))), () => null);
+    }
     return () => abort.abort();
   });
   if (!item) return <p class="t3">{t("open.none")}</p>;
@@ -57,6 +73,8 @@ export function TextScreen(): JSX.Element {
       <Toolbar />
       <div class="stack">
         <Generation />
+        {error.value && <ErrorNote {...error.value} />}
+        <Excluded />
         <TextBody item={item} shown={{ tiles: tiles.value, weights: weights.value }} pointed={pointed.value} onHover={(value) => (hovered.value = value)} />
       </div>
     </>
@@ -67,6 +85,31 @@ export function TextScreen(): JSX.Element {
 function addedTo(query: number): number[] {
   const count = site.value?.numQueries ?? 0;
   return query === selectedToken.value ? addedTokens.value.filter((token) => token !== query && token < count) : [];
+}
+
+/** The tokens that are left out, and the way back. */
+function Excluded(): JSX.Element | null {
+  if (!excludedTokens.value.length) return null;
+  return (
+    <p class="note" data-testid="excluded">
+      <span class="grow">{t("text.excluded", { count: excludedTokens.value.length })}</span>
+      <button class="btn" type="button" onClick={() => (excludedTokens.value = [])}>
+        {t("text.include")}
+      </button>
+    </p>
+  );
+}
+
+/** Leave a key out, or bring it back. */
+function toggleExcluded(index: number): void {
+  excludedTokens.value = excludedTokens.value.includes(index) ? excludedTokens.value.filter((token) => token !== index) : [...excludedTokens.value, index];
+}
+
+/** Keep all tokens from one to another. */
+function keepSpan(from: number, to: number): void {
+  const [first, last] = [Math.min(from, to), Math.max(from, to)];
+  selectedToken.value = first;
+  addedTokens.value = Array.from({ length: last - first }, (_, step) => first + 1 + step);
 }
 
 /** A click keeps a token, or releases it; with shift it adds the token to the kept one, or takes it away. */
@@ -87,6 +130,8 @@ function readPlace(item: Site, pointed: { stream: string; index: number }): { qu
 }
 
 function groupName(heads: HeadPair[]): string {
+  if (textMode.value === "all") return t(`text.all.${aggregate.value}` as TextKey);
+  if (heads.length > 1 && combination.value === "max") return t("text.max", { count: heads.length });
   return heads.length === 1 ? headName(...heads[0]!) : t("text.mean", { count: heads.length });
 }
 
@@ -100,17 +145,19 @@ function Toolbar(): JSX.Element {
   return (
     <div class="toolbar">
       <h1>{t("text.title")}</h1>
-      <Segmented label={t("text.heads")} value={textMode.value} options={(["one", "set", "two"] as const).map((name) => [name, t(`text.mode.${name}` as TextKey)] as const)} onChange={(value) => (textMode.value = value)} />
+      <Segmented label={t("text.heads")} value={textMode.value} options={(["one", "set", "two", "all"] as const).map((name) => [name, t(`text.mode.${name}` as TextKey)] as const)} onChange={(value) => (textMode.value = value)} />
       {(textMode.value === "set" ? groups[0]! : groups.map((heads) => heads[0]!)).map(([number, head], place) => (
         <span key={`${number}.${head}`} class={`tag mono ${textMode.value === "two" ? `hue-tag-${place === 0 ? "a" : "b"}` : ""}`}>
           {headName(number, head)}
         </span>
       ))}
+      {textMode.value === "set" && <Select label={t("text.combine")} value={combination.value} options={COMBINATIONS.map((name) => [name, t(`text.combine.${name}` as TextKey)] as const)} onChange={(value) => (combination.value = value)} />}
+      {textMode.value === "all" && <Select label={t("text.all")} value={aggregate.value} options={AGGREGATES.filter((name) => item.queryStream === item.keyStream || name !== "rollout.layer").map((name) => [name, t(`text.all.${name}` as TextKey)] as const)} onChange={(value) => (aggregate.value = value)} />}
       {textMode.value === "two" && groups[1] && (
         <Select label={t("text.second")} value={groups[1][0]!.join(".")} options={others.map((pair) => [pair.join("."), headName(...pair)] as const)} onChange={(value) => (secondHead.value = value)} />
       )}
       <span class="grow" />
-      <span class="sm t3 hide-s">{selectedToken.value !== null ? t("text.locked", { number: selectedToken.value }) : textMode.value === "set" && !otherHeads().length ? t("text.setHint") : t(textMode.value === "two" ? "text.twoHint" : "text.hint")}</span>
+      <span class="sm t3 hide-s">{selectedToken.value !== null ? t("text.locked", { number: selectedToken.value }) : textMode.value === "set" && !otherHeads().length ? t("text.setHint") : t(textMode.value === "two" ? "text.twoHint" : textMode.value === "all" && aggregate.value === "rollout.layer" ? "text.rolloutHint" : "text.hint")}</span>
     </div>
   );
 }
@@ -225,8 +272,22 @@ function Generation(): JSX.Element | null {
 function Chips(props: { stream: string; canKeep: boolean; upper: Float32Array | null; lower: Float32Array | null; isTwo: boolean; pointed: number | null; onHover: (index: number | null) => void }): JSX.Element {
   const words = streamWords(props.stream);
   const box = useRef<HTMLDivElement>(null);
+  const dragged = useRef<{ from: number; hasMoved: boolean } | null>(null);
   const version = themeVersion.value;
   const { upper, lower, isTwo } = props;
+  const isKey = props.stream === site.value?.keyStream;
+  const onClick = (event: MouseEvent, index: number) => {
+    const isDrag = dragged.current?.hasMoved === true;
+    dragged.current = null;
+    if (event.altKey && isKey) toggleExcluded(index);
+    else if (props.canKeep && !isDrag) keepToken(index, event.shiftKey);
+  };
+  const onEnter = (event: MouseEvent, index: number) => {
+    props.onHover(index);
+    if (!dragged.current || event.buttons !== 1 || !props.canKeep) return;
+    dragged.current.hasMoved = true;
+    keepSpan(dragged.current.from, index);
+  };
   const made = generation.value?.revision !== undefined ? generation.value.first : Infinity;
   useEffect(() => {
     const chips = box.current?.children ?? [];
@@ -242,16 +303,17 @@ function Chips(props: { stream: string; canKeep: boolean; upper: Float32Array | 
     }
   }, [upper, lower, isTwo, version, scale.value]);
   return (
-    <div class="chips" ref={box} onMouseLeave={() => props.onHover(null)}>
+    <div class="chips" ref={box} title={t("text.grammar")} onMouseLeave={() => props.onHover(null)}>
       {words.map((word, index) => (
         <button
           key={index}
           type="button"
-          class={`chip ${isSpecial(word) ? "special" : ""} ${props.pointed === index ? "pointed" : ""} ${index >= made ? "generated" : ""}`}
+          class={`chip ${isSpecial(word) ? "special" : ""} ${isKey && excludedTokens.value.includes(index) ? "left-out" : ""} ${props.pointed === index ? "pointed" : ""} ${index >= made ? "generated" : ""}`}
           aria-pressed={props.canKeep ? selectedToken.value === index || (selectedToken.value !== null && addedTokens.value.includes(index)) : undefined}
-          onMouseEnter={() => props.onHover(index)}
+          onMouseDown={() => (dragged.current = { from: index, hasMoved: false })}
+          onMouseEnter={(event) => onEnter(event, index)}
           onFocus={() => props.onHover(index)}
-          onClick={(event) => props.canKeep && keepToken(index, event.shiftKey)}
+          onClick={(event) => onClick(event, index)}
         >
           {visibleToken(word)}
         </button>

@@ -1,0 +1,81 @@
+"""Weights of many heads as one matrix: the mean or maximum of heads, and attention rollout through layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .attention_record import Array, AttentionRecord
+from .attention_trace import Trace, query_blocks
+
+AGGREGATES = ("mean", "max", "rollout")
+RESIDUAL_SHARE = 0.5  # of a token itself in a layer of the rollout (2005.00928, section 3)
+
+
+def aggregate_heads(trace: Trace, sites: Sequence[str], how: str, *, row: int = 0) -> Array:
+    """The mean or maximum of all heads of some sites over the same tokens, [queries, keys], in float32.
+
+    >>> from headwise.traces import trace_from_weights
+    >>> weights = np.stack([np.eye(2), np.full((2, 2), 0.5)])[None]
+    >>> trace = trace_from_weights([weights], ["a", "b"])
+    >>> aggregate_heads(trace, [trace.layers[0].name], "max").tolist()
+    [[1.0, 0.5], [0.5, 1.0]]
+    """
+    if how not in AGGREGATES[:2]:
+        raise ValueError(f"unknown how={how!r}; use 'mean' or 'max'")
+    layers = [trace.get_layer(site) for site in sites]
+    shape = _common_shape(layers)
+    total = np.zeros(shape, np.float64 if how == "mean" else np.float32)
+    for layer in layers:
+        for head in range(layer.heads):
+            for start, stop in query_blocks(shape[0]):
+                weights = trace.head_weights(layer.name, head, slice(start, stop), row=row)
+                if how == "mean":
+                    total[start:stop] += weights
+                else:
+                    np.maximum(total[start:stop], weights, out=total[start:stop])
+    count = sum(layer.heads for layer in layers) if how == "mean" else 1
+    return (total / count).astype(np.float32)
+
+
+def roll_out_attention(trace: Trace, site: str, *, row: int = 0) -> Array:
+    """Attention rollout (2005.00928) up to a self-attention site: [queries, tokens of the input], in float32.
+
+    Each layer of the stack is half the mean of its heads and half the token itself, for the residual connection; the
+    rollout is the product of these matrices from the first layer to the site. Rows of means are rescaled to sum to one
+    where a sink takes a part. `compute_attention_maps(model, inputs).rollout()` gives the same from a model; this needs
+    no torch.
+    """
+    last = trace.get_layer(site)
+    if last.query_stream != last.key_stream:
+        raise ValueError(f"{site} is cross-attention, and a rollout follows one stack of tokens; choose self-attention")
+    layers = [
+        layer
+        for layer in trace.layers
+        if layer.stack == last.stack and layer.kind == last.kind and layer.layer <= last.layer
+    ]
+    count, _ = _common_shape(layers)
+    rollout = np.eye(count, dtype=np.float64)
+    for layer in sorted(layers, key=lambda one: one.layer):
+        mean = aggregate_heads(trace, [layer.name], "mean", row=row).astype(np.float64)
+        mean = _rescale_rows(mean)
+        step = _rescale_rows((1 - RESIDUAL_SHARE) * mean + RESIDUAL_SHARE * np.eye(count))
+        rollout = step @ rollout
+    return rollout.astype(np.float32)
+
+
+def _rescale_rows(weights: Array) -> Array:
+    """Rows that sum to one; a row without any weight stays zero, and is the token itself with its residual share."""
+    total = weights.sum(1, keepdims=True)
+    return weights / np.where(total == 0, 1, total)
+
+
+def _common_shape(layers: Sequence[AttentionRecord]) -> tuple[int, int]:
+    """Queries and keys of some layers; raises if they attend over different tokens."""
+    shapes = {(layer.num_queries, layer.num_keys) for layer in layers}
+    streams = {(layer.query_stream, layer.key_stream) for layer in layers}
+    if len(shapes) != 1 or len(streams) != 1:
+        names = ", ".join(layer.name for layer in layers)
+        raise ValueError(f"{names or 'no sites'} attend over different tokens; give sites over the same ones")
+    return shapes.pop()

@@ -1,0 +1,126 @@
+"""What the Lab shows beside the effect of ablated heads: the same outputs by a second way, and how the text goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .lab_runs import AblationOptions, LabRuns, Outputs, find_token_decoder, id_inputs
+from .open_model import AblatedHead, OpenModel
+from .step_answers import MAX_COPIED_PARAMS, get_native_copy
+
+if TYPE_CHECKING:
+    from ..inspect.model_inputs import ModelInputs
+
+NEW_TOKENS = 24  # of the texts that are compared
+CONTINUED_MODES = ("zero", "mean", "noise")  # replacements that need no other tokens
+
+
+# --- The second way: a model without the weights of these heads ------------------------------------------
+
+
+def check_by_removal(
+    model: OpenModel, heads: Sequence[AblatedHead], options: AblationOptions, after: Outputs
+) -> dict[str, Any]:
+    """Compare the outputs with ablated heads to those of a copy of the model without the weights of these heads.
+
+    Returns the largest difference of any output (a logit, if the model has some), the largest output, and whether the
+    difference is within rounding; or the reason why the heads cannot be removed from a copy.
+    """
+    if options.tokens or any(head.mode != "zero" or head.scale != 0 for head in heads):
+        return _unchecked("removing weights equals zero ablation at all tokens, and no other ablation")
+    try:
+        values = _outputs_without_weights(model, heads)
+    except (ValueError, KeyError, IndexError, NotImplementedError) as error:
+        return _unchecked(str(error))
+    if values.shape != after.values.shape:
+        return _unchecked("the copy without these heads has outputs of another shape")
+    from ..surgery.verification.model_comparison import OutputDifference
+
+    difference, largest = float((values - after.values).abs().max()), float(after.values.abs().max())
+    dtype = next((str(one.dtype) for one in model.get_model().parameters() if one.is_floating_point()), "torch.float32")
+    found = OutputDifference("", difference, largest, 1, dtype.removeprefix("torch."))
+    return {"possible": True, "reason": "", **found.data, "areLogits": after.are_logits}
+
+
+def _unchecked(reason: str) -> dict[str, Any]:
+    return {"possible": False, "reason": reason}
+
+
+def _outputs_without_weights(model: OpenModel, heads: Sequence[AblatedHead]) -> Any:
+    """The outputs of a copy of the model without these heads, for the first text, in float64."""
+    import torch
+
+    from ..head_analysis.objectives import get_output_tensor
+    from ..surgery.attention_replacement import remove_heads
+
+    native = get_native_copy(model.get_model())
+    if sum(parameter.numel() for parameter in native.parameters()) > MAX_COPIED_PARAMS:
+        raise ValueError(
+            f"only models up to {MAX_COPIED_PARAMS / 1e6:,.0f} M parameters are copied; use the screen Prune"
+        )
+    counts = {site: len(spec.score_head_of_output) for site, spec in native.spec.attention_specs()}
+    keep = {
+        site: [head for head in range(counts[site]) if (site, head) not in {(one.site, one.head) for one in heads}]
+        for site in dict.fromkeys(one.site for one in heads)
+    }
+    smaller = remove_heads(native, keep).eval()
+    with torch.inference_mode():
+        output = smaller(**id_inputs(smaller, model.get_recorded()))
+    values = get_output_tensor(output)
+    return values[0].double() if values.dim() == 3 else values[:1].double()
+
+
+# --- How the text goes on --------------------------------------------------------------------------------
+
+
+def continue_both(
+    model: OpenModel, runs: LabRuns, heads: Sequence[AblatedHead], options: AblationOptions
+) -> dict[str, Any]:
+    """What the model writes after the open text (an encoder-decoder: for its source), with all heads and without some.
+
+    Greedy decoding. Returns the tokens `before` and `after`, or the reason why there are none.
+    """
+    if options.tokens or any(head.mode not in CONTINUED_MODES for head in heads):
+        return _unchecked("a text is continued with heads that are ablated at all tokens by zero, mean or noise")
+    try:
+        inputs, first = _prompt(model, runs)
+        patches = runs.make_patches(heads, options)
+        texts = [_generate(runs, inputs, first, chosen) for chosen in ({}, patches)]
+    except (ValueError, KeyError, NotImplementedError, AttributeError) as error:
+        return _unchecked(str(error))
+    return {"possible": True, "reason": "", "before": texts[0], "after": texts[1]}
+
+
+def _prompt(model: OpenModel, runs: LabRuns) -> tuple[ModelInputs, int]:
+    """The inputs to continue, and the position of the first new token in the answer."""
+    from ..head_analysis.objectives import detect_head_objective
+    from ..inspect.model_inputs import is_encoder_decoder, prepare_inputs
+
+    net, streams = runs.net, runs.trace.streams
+    if detect_head_objective(net) not in ("next-token", "translation"):
+        raise ValueError("the model predicts no next tokens")
+    if is_encoder_decoder(net):
+        source = streams["source"][0].text
+        if not source:
+            raise ValueError("the source has no text to translate again; enter one on the page")
+        return prepare_inputs(net, [source], NEW_TOKENS), 0
+    ids = id_inputs(net, runs.trace)
+    return prepare_inputs(net, ids, NEW_TOKENS), len(streams["text"][0].ids)
+
+
+def _generate(runs: LabRuns, inputs: ModelInputs, first: int, patches: Mapping[Any, Any]) -> list[str]:
+    """The new tokens, as texts."""
+    from ..inspect.ablation import OutputEditor
+    from ..inspect.hooks import ModelRun
+
+    by_site: dict[str, dict[int, Any]] = {}
+    for (site, head), patch in patches.items():
+        by_site.setdefault(str(site), {})[int(head)] = patch
+    editors = {site: OutputEditor(site, edited, None) for site, edited in by_site.items()}
+    output = ModelRun(runs.net, inputs, NEW_TOKENS).run_with_hooks(runs.modules, editors)
+    ids = list((output.tolist() if hasattr(output, "tolist") else output)[0])
+    prompt = list(inputs.prompt_ids[0]) if inputs.prompt_ids else []
+    new = ids[len(prompt) :] if first and ids[: len(prompt)] == prompt else ids
+    decode = find_token_decoder(runs.net)
+    return [decode(token) for token in new[:NEW_TOKENS]]

@@ -1,0 +1,138 @@
+// The products of one query with its keys, channel by channel: each row is a key, each column a channel, and the sum of a
+// row times the scale is the score.
+
+import { useSignal, useSignalEffect } from "@preact/signals";
+import type { JSX } from "preact";
+import { useMemo } from "preact/hooks";
+import { format, t } from "../i18n";
+import type { PageError, Site } from "../source";
+import { doc, scale, selectedHead, selectedSite, selectedToken, showsTable, source, toPageError } from "../state";
+import { ErrorNote, Heatmap } from "./basics";
+import { DataTable } from "./data_table";
+import { streamWords, visibleToken } from "./tokens";
+
+interface Products {
+  values: Float32Array;
+  positions: Int32Array;
+  channels: number;
+  scale: number;
+  query: number;
+}
+
+const MIDDLE = 128; // of a signed picture: no product
+const LISTED = 12; // channels of the table for each end
+
+/** The query whose products are shown: the kept token, or the last one. */
+function shownQuery(item: Site): number {
+  return Math.min(selectedToken.value ?? item.numQueries - 1, item.numQueries - 1);
+}
+
+export function ChannelProducts({ item }: { item: Site }): JSX.Element {
+  const found = useSignal<Products | null>(null);
+  const error = useSignal<PageError | null>(null);
+  const cell = useSignal<[number, number] | null>(null);
+  useSignalEffect(() => {
+    void doc.value?.revision;
+    const query = shownQuery(item);
+    const abort = new AbortController();
+    source
+      .fetchArrays(`products?site=${selectedSite.value}&head=${selectedHead.value}&query=${query}`, abort.signal)
+      .then(({ arrays, fields }) => {
+        error.value = fields["reason"] ? { fact: fields["reason"], remedy: "" } : null;
+        if (error.value) return;
+        const { data, shape } = arrays["products"]!;
+        cell.value = null;
+        found.value = { values: data as Float32Array, positions: arrays["positions"]!.data as Int32Array, channels: shape[1] ?? 1, scale: fields["scale"], query };
+      })
+      .catch((reason) => !abort.signal.aborted && (error.value = source.isLive ? toPageError(reason) : { fact: t("channels.live"), remedy: "" }));
+    return () => abort.abort();
+  });
+  const shown = found.value;
+  if (error.value) return <ErrorNote {...error.value} />;
+  if (!shown) return <p class="t3">{t("state.loading")}</p>;
+  return showsTable.value ? <ChannelTable shown={shown} item={item} /> : <ChannelPicture shown={shown} item={item} cell={cell.value} onCell={(value) => (cell.value = value)} />;
+}
+
+function scoreOf({ values, channels, scale: factor }: Products, row: number): number {
+  let sum = 0;
+  for (let channel = 0; channel < channels; channel++) sum += values[row * channels + channel]!;
+  return sum * factor;
+}
+
+function ChannelPicture(props: { shown: Products; item: Site; cell: [number, number] | null; onCell: (cell: [number, number] | null) => void }): JSX.Element {
+  const { shown, item, cell } = props;
+  const rows = shown.positions.length;
+  const most = useMemo(() => shown.values.reduce((size, value) => Math.max(size, Math.abs(value)), 1e-12), [shown]);
+  const image = useMemo(
+    () => ({ data: Uint8Array.from(shown.values, (value) => MIDDLE + Math.round((value / most) * 127)), rows, columns: shown.channels, isSigned: true }),
+    [shown, most],
+  );
+  const words = streamWords(item.keyStream);
+  const queryWord = visibleToken(streamWords(item.queryStream)[shown.query] ?? String(shown.query));
+  const keyWord = (row: number) => visibleToken(words[shown.positions[row]!] ?? String(shown.positions[row]));
+  const isLabelled = rows <= 64;
+  const cellAt = (event: MouseEvent): [number, number] | null => {
+    const area = (event.currentTarget as HTMLElement).getBoundingClientRect();
+    const [x, y] = [(event.clientX - area.left) / area.width, (event.clientY - area.top) / area.height];
+    return x < 0 || y < 0 || x >= 1 || y >= 1 ? null : [Math.floor(y * rows), Math.floor(x * shown.channels)];
+  };
+  const scores = Array.from({ length: rows }, (_, row) => scoreOf(shown, row));
+  const product = cell && shown.values[cell[0] * shown.channels + cell[1]]!;
+  return (
+    <div class="channels">
+      <p class="sm t2">{t("channels.hint", { token: queryWord, query: shown.query, channels: shown.channels })}</p>
+      <div class="channel-grid">
+        {isLabelled && (
+          <div class="channel-words mono" aria-hidden="true">
+            {Array.from(shown.positions, (position, row) => (
+              <span key={position}>{keyWord(row)}</span>
+            ))}
+          </div>
+        )}
+        <div class="channel-canvas" onPointerMove={(event) => props.onCell(cellAt(event))} onPointerLeave={() => props.onCell(null)}>
+          <Heatmap image={image} scale={scale.value} label={t("channels.label", { keys: rows, channels: shown.channels, token: queryWord })} />
+        </div>
+        {isLabelled && (
+          <div class="channel-words num" aria-hidden="true" title={t("channels.score")}>
+            {scores.map((score, row) => (
+              <span key={row}>{format(score)}</span>
+            ))}
+          </div>
+        )}
+      </div>
+      <p class="row wrap between sm">
+        <span class="t3">{t("channels.range", { most: format(most) })}</span>
+        <span class="t2" aria-live="polite" data-testid="channel">
+          {cell && product !== null ? t("channels.cell", { channel: cell[1], token: keyWord(cell[0]), product: product.toPrecision(5), score: scores[cell[0]]!.toPrecision(5) }) : t("channels.point")}
+        </span>
+      </p>
+    </div>
+  );
+}
+
+interface ChannelRow {
+  row: number;
+  channel: number;
+  product: number;
+}
+
+/** The channels that raise and lower the score of each key most. */
+function ChannelTable({ shown, item }: { shown: Products; item: Site }): JSX.Element {
+  const words = streamWords(item.keyStream);
+  const rows: ChannelRow[] = Array.from(shown.positions).flatMap((_, row) => {
+    const channels = Array.from({ length: shown.channels }, (_, channel) => ({ row, channel, product: shown.values[row * shown.channels + channel]! }));
+    return channels.sort((a, b) => Math.abs(b.product) - Math.abs(a.product)).slice(0, LISTED);
+  });
+  return (
+    <DataTable
+      caption={t("channels.table")}
+      rows={rows}
+      columns={[
+        { key: "key", title: t("key"), value: ({ row }) => `${shown.positions[row]} ${visibleToken(words[shown.positions[row]!] ?? "")}` },
+        { key: "score", title: t("channels.score"), numeric: true, value: ({ row }) => scoreOf(shown, row), cell: ({ row }) => format(scoreOf(shown, row)) },
+        { key: "channel", title: t("channels.channel"), numeric: true, value: ({ channel }) => channel },
+        { key: "product", title: t("channels.product"), numeric: true, value: ({ product }) => product, cell: ({ product }) => format(product) },
+      ]}
+    />
+  );
+}

@@ -1,0 +1,123 @@
+"""The Lab's second way: a copy without the weights of the ablated heads, and the continued text."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.viewer.lab_actions import compute_effect, continue_text
+from headwise.viewer.lab_checks import check_by_removal
+from headwise.viewer.lab_runs import DEFAULT_OPTIONS, LabRuns
+from headwise.viewer.model_worker import Job, JobProgress
+from headwise.viewer.open_model import AblatedHead, OpenModel
+from support.page_browser import sample_model, served
+
+GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
+SITE = "decoder.1.attention"
+
+
+@pytest.fixture
+def gpt() -> tuple[OpenModel, Any, torch.Tensor]:
+    net = hw.build(hw.families.read_model_spec(GPT), seed=0).eval()
+    with torch.no_grad():
+        for name, tensor in net.state_dict().items():
+            if "attention" in name:
+                tensor.mul_(4)  # heads that change what is written
+    ids = torch.randint(0, 40, (1, 11), generator=torch.Generator().manual_seed(0))
+    return OpenModel(hw.trace(net, ids, log=lambda _: None), net), net, ids
+
+
+def progress() -> JobProgress:
+    return JobProgress(Job("test", {}))
+
+
+def without_heads(net: Any, site: str, heads: list[int]) -> Any:
+    """A copy whose output projection ignores some heads of four channels."""
+    edited = copy.deepcopy(net)
+    for head in heads:
+        edited.state_dict()[f"{site}.output.o"][:, 4 * head : 4 * head + 4] = 0
+    return edited
+
+
+def test_the_outputs_are_those_of_a_model_without_the_weights(gpt: tuple[OpenModel, Any, torch.Tensor]):
+    model, net, ids = gpt
+    found = compute_effect(model, {"heads": [[1, 0], [1, 2]]}, progress())["check"]
+    with torch.inference_mode():
+        largest = without_heads(net, SITE, [0, 2])(ids).abs().max().item()
+    assert found["possible"]
+    assert found["same"]
+    assert found["largest"] == pytest.approx(largest, rel=1e-5)
+    assert 0 <= found["apart"] <= found["allowed"] < 1e-2
+
+
+def test_a_wrong_ablation_is_found(gpt: tuple[OpenModel, Any, torch.Tensor]):
+    model, net, ids = gpt
+    heads, runs = [AblatedHead(SITE, 1, "zero", 0.0)], LabRuns(model)
+    wrong = runs.without([AblatedHead(SITE, 2, "zero", 0.0)])
+    found = check_by_removal(model, heads, DEFAULT_OPTIONS, wrong)
+    with torch.inference_mode():
+        apart = (without_heads(net, SITE, [1])(ids) - without_heads(net, SITE, [2])(ids)).abs().max().item()
+    assert not found["same"]
+    assert found["apart"] == pytest.approx(apart, rel=1e-3)
+
+
+def test_other_ablations_say_why_they_are_not_checked(gpt: tuple[OpenModel, Any, torch.Tensor]):
+    model = gpt[0]
+    for arguments in ({"heads": [[1, 0, "mean"]]}, {"heads": [[1, 0]], "tokens": {"text": [2]}}):
+        found = compute_effect(model, arguments, progress())["check"]
+        assert found == {"possible": False, "reason": found["reason"]}
+        assert "equals zero ablation at all tokens" in found["reason"]
+
+
+def greedy(net: Any, ids: torch.Tensor, count: int) -> list[str]:
+    """Greedy decoding by whole passes, without a cache."""
+    row = ids
+    with torch.inference_mode():
+        for _ in range(count):
+            row = torch.cat([row, net(row)[:, -1:].argmax(-1)], 1)
+    return [str(token) for token in row[0, ids.shape[1] :].tolist()]
+
+
+def test_the_text_goes_on_as_in_a_model_with_edited_weights(gpt: tuple[OpenModel, Any, torch.Tensor]):
+    model, net, ids = gpt
+    found = continue_text(model, {"heads": [[1, 0], [1, 1], [1, 2]]}, progress())
+    assert found["before"] == greedy(net, ids, len(found["before"]))
+    assert found["after"] == greedy(without_heads(net, SITE, [0, 1, 2]), ids, len(found["after"]))
+    assert found["before"] != found["after"]
+    assert len(found["before"]) > 8
+    assert model.ablated == ()
+
+
+def test_a_translation_is_written_again_without_a_head():
+    model = sample_model()
+    found = continue_text(model, {"heads": [[2, head] for head in range(6)]}, progress())
+    written = list(model.get_trace().streams["text"][0].words[1:])
+    assert found["before"][: len(written)] == written
+    assert found["after"] != found["before"]
+
+
+def test_the_page_shows_the_check_and_both_texts(page: Any):
+    model = sample_model()
+    with served(model) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        page.get_by_role("link", name="Lab").click()
+        for head in range(6):
+            page.get_by_role("switch", name=f"E2 H{head}").click()
+        page.get_by_role("button", name="Compute the effect").click()
+        page.get_by_test_id("check").wait_for(timeout=60_000)
+        assert "gives the same outputs: largest difference" in page.get_by_test_id("check").inner_text()
+        page.get_by_role("button", name="Continue the text").click()
+        shown = page.get_by_test_id("continued")
+        shown.wait_for(timeout=60_000)
+        site = [layer.name for layer in model.get_trace().layers].index("encoder.2.attention")
+        wanted = continue_text(model, {"heads": [[site, head] for head in range(6)]}, progress())
+        lines = shown.locator("p.mono")
+        assert lines.nth(0).inner_text() == "".join(wanted["before"])
+        assert lines.nth(1).inner_text() == "".join(wanted["after"])
+        first = next(n for n, (a, b) in enumerate(zip(wanted["before"], wanted["after"], strict=False)) if a != b)
+        assert f"differ from new token {first + 1} on" in shown.inner_text()
