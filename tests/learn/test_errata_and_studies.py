@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from headwise.learn import catalogue
-from headwise.learn.entry_text import Words, describe_study
-from headwise.learn.errata_table import list_errata
-from headwise.learn.study_runs import find_study_runs, study_command
+from headwise.learn.document_page import list_errata
+from headwise.learn.entry_text import Words, describe_study, find_study_runs, study_command
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = catalogue.load_entries()
@@ -68,7 +67,7 @@ def test_without_a_stored_run_the_command_is_named(tmp_path: Path, monkeypatch: 
 
 
 def test_reports_of_studies_have_the_section_that_is_read():
-    from headwise.learn.study_runs import CLAIMS
+    from headwise.learn.entry_text import CLAIMS
     from headwise.studies import study_report
 
     assert CLAIMS in Path(study_report.__file__).read_text()

@@ -233,7 +233,7 @@ CHANGES = {
     "002-2.6d": {"shares": (0.1, 0.2, 0.1, 0.2)},
     "002-2.6e": {"reverse": True},
     "002-2.6g": {"alternate": False},
-    "002-2.6h": {"kept": 32},
+    "002-2.6h": {"remaining": 32},
     "002-2.6i": {"gate": 0.5},
     "002-2.7": {"with_model": True},
     "002-2.7b": {"fixed": True},

@@ -1,9 +1,8 @@
 """`headwise learn`: five documents on attention, walked in order; every statement is quoted, run and judged.
 
 `entry` holds `Entry`, `Outcome` and `Verdict`; `catalogue` reads the texts, joins them with the runs and finds topics.
-`entry_text` writes them for a terminal, `document_page` as HTML with figures, `errata_table` as the page of errata;
-`matrix_figures` draws. `study_runs` reads stored runs of studies, `sampled_tensors` makes
-the random inputs of the runs.
+`entry_text` writes them for a terminal, with the claims of stored studies, and `document_page` as HTML with figures and
+as the table of errata; `matrix_figures` draws. `sampled_tensors` makes the random inputs of the runs.
 
 The runs of each document are one module, or several, each with its texts in a .toml file beside it:
 `self_attention_basics` (000), `parameters_and_scaling` (001), `multi_head_idea`, `multi_head_analysis`,

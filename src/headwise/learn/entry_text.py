@@ -1,14 +1,15 @@
-"""Text of documents and entries for a terminal, in English or Chinese."""
+"""Text of documents and entries for a terminal, in English or Chinese, with the claims of stored studies."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from .catalogue import Document, list_topics, read_toml
 from .entry import Entry, Result, Verdict
-from .study_runs import find_study_runs, study_command
 
 WIDTH = 80
 MARKS = {Verdict.HOLDS: "[+]", Verdict.HOLDS_IF: "[~]", Verdict.WRONG: "[x]", Verdict.NOT_RUN: "[ ]"}
@@ -163,3 +164,45 @@ def _count_verdicts(entries: Iterable[Entry], words: Words) -> str:
     counts = Counter(entry.verdict for entry in entries)
     listed = ", ".join(f"{counts[verdict]} {words.verdict(verdict)}" for verdict in Verdict if counts[verdict])
     return f"{counts.total()} {words.phrase('entries')}: {listed}"
+
+
+# --- Stored runs of studies ----------------------------------------------------------------------------
+
+STUDIES = Path("runs/studies")  # where headwise study writes, under the current folder
+CLAIMS = "## What can be claimed"
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """The report of one finished run of a study: its folder and its claims."""
+
+    folder: Path
+    claims: tuple[str, ...]
+
+
+def study_command(study: str) -> str:
+    """The command that runs a study.
+
+    >>> study_command("heads-count")
+    'headwise study studies/heads-count.toml'
+    """
+    return f"headwise study studies/{study}.toml"
+
+
+def find_study_runs(study: str, folder: Path = STUDIES) -> Sequence[StudyRun]:
+    """The stored runs of a study at any scale, the most recent first."""
+    reports = [path for path in folder.glob(f"{study}-*/report.md") if _names_study(path, study)]
+    reports.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    return [StudyRun(path.parent, _read_claims(path)) for path in reports]
+
+
+def _names_study(report: Path, study: str) -> bool:
+    """Whether the first line names this study, and not another whose name begins alike."""
+    lines = report.read_text(encoding="utf-8").splitlines()
+    return lines[:1] == [f"# Study: {study}"]
+
+
+def _read_claims(report: Path) -> tuple[str, ...]:
+    _, _, text = report.read_text(encoding="utf-8").partition(CLAIMS)
+    section = text.partition("\n## ")[0]
+    return tuple(line.removeprefix("- ") for line in section.splitlines() if line.startswith("- "))
