@@ -20,6 +20,8 @@ os.environ["HEADWISE_KERNELS"] = "wait"  # the same kernels run however many are
 ROOT = Path(__file__).resolve().parent.parent
 FAST_CASES = 3  # how many cases of each parametrised test `--fast` keeps
 
+os.environ["HEADWISE_MACHINE_CLASS"] = "x86-avx512-bf16"  # the same choices on every machine, whatever was calibrated
+
 torch.set_num_threads(1)  # two processes on two cores; more threads than cores only wait for each other
 
 

@@ -66,7 +66,7 @@ def row_section(row: Mapping[str, Any]) -> str:
         (line.name, format_seconds(line.seconds), line.ratio, line.spread, "; ".join(map(mark_missed, line.targets)))
         for line in benchmark_report.row_seconds(dict(row))
     ]
-    head = ["", "time per call", "speedup of headwise", "spread", "target"]
+    head = ["", "time per call", "speedup of headwise", "spread or interval", "target"]
     parts = [f"**{row['name']}**", table(head, lines)] if lines else [f"**{row['name']}**: {row['failed']}"]
     notes = [f"{name}: {reason}" for name, reason in row["absent"].items()]
     notes += [f"{name} gives a different result ({how}): no verdict" for name, how in row["differs"].items()]
@@ -76,7 +76,7 @@ def row_section(row: Mapping[str, Any]) -> str:
 
 def mark_missed(target: str) -> str:
     """Put a missed target in bold."""
-    return f"**{target}**" if target.endswith(benchmark_report.VERDICT_LABELS[False]) else target
+    return f"**{target}**" if benchmark_report.VERDICT_LABELS[False] in target else target
 
 
 def backends_page() -> str:

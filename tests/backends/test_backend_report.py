@@ -13,7 +13,7 @@ import headwise as hw
 from headwise import backends, costs
 from headwise.backends.backend_report import why
 from headwise.costs.cost_report import estimate_cost
-from support import layer_cases as cases
+from support import layer_cases as cases, takeover
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ LONG = {
 
 @pytest.mark.parametrize("name", LONG)
 def test_a_backend_leaves_calls_to_others_that_it_was_measured_to_be_slower_for(name, chosen):
-    spec, least = hw.design(model=12, heads=3, **LONG[name]), backends.BACKENDS[name].MIN_KEYS
+    spec, least = hw.design(model=12, heads=3, **LONG[name]), takeover.least(name)
     layer = hw.Attention(spec).eval()
     with torch.no_grad():
         for count in (least, least - 1, least, 2):
@@ -158,7 +158,7 @@ def test_a_backend_chosen_by_name_runs_at_a_given_length(name):
 
 
 def test_cached_and_source_tokens_count(chosen):
-    spec, least = hw.design(model=12, heads=3, **LONG["block_sparse"]), backends.block_sparse.MIN_KEYS
+    spec, least = hw.design(model=12, heads=3, **LONG["block_sparse"]), takeover.least("block_sparse")
     layer = hw.Attention(spec).eval()
     with torch.no_grad():
         cache = layer.cache(batch=1, capacity=least + 5)
@@ -173,7 +173,7 @@ def test_cached_and_source_tokens_count(chosen):
 def test_the_longest_packed_text_counts(chosen):
     layer, least = (
         hw.Attention(hw.design(model=12, heads=3, **LONG["block_sparse"])).eval(),
-        backends.block_sparse.MIN_KEYS,
+        takeover.least("block_sparse"),
     )
     with torch.no_grad():
         layer(torch.randn(1, least + 9, 12), sequence=hw.SequenceInfo.packed([[least - 1, 10]]))
@@ -183,7 +183,7 @@ def test_the_longest_packed_text_counts(chosen):
 
 
 def test_the_report_repeats_a_given_length():
-    spec, least = hw.design(model=12, heads=3, **LONG["block_sparse"]), backends.block_sparse.MIN_KEYS
+    spec, least = hw.design(model=12, heads=3, **LONG["block_sparse"]), takeover.least("block_sparse")
     assert f"sdpa; block_sparse from {least:,} keys on" in str(why(spec))
     assert why(spec).data["from"] == [{"keys": 0, "runs": "sdpa"}, {"keys": least, "runs": "block_sparse"}]
     assert "7 keys" in str(why(spec, tokens=7))

@@ -14,7 +14,7 @@ from headwise import costs
 from headwise.backends import BACKENDS, CallSignature, ragged_decode
 from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference
 from headwise.kernels.paged_decode import KV_BLOCK_SIZE, KV_SPLIT_SIZE
-from support import layer_cases as cases
+from support import layer_cases as cases, takeover
 from support.layer_cases import EXAMPLES, check_close
 from support.layer_checks import decode_in_chunks
 from support.paged_layers import reference_decode
@@ -32,9 +32,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 @pytest.fixture(autouse=True)
-def everything_is_large(monkeypatch):
+def everything_is_large():
     """Little work goes to torch's own call: here all of it goes to the kernel."""
-    monkeypatch.setattr(ragged_decode, "MIN_BYTES_BY_DTYPE", dict.fromkeys(ragged_decode.RAGGED_DTYPES, 0))
+    with takeover.sizes(ragged_float32=0, ragged_bfloat16=0):
+        yield
 
 
 def dense(lengths, dim, vdim, heads=6, groups=2, dtype=torch.float64):
@@ -266,14 +267,14 @@ def test_packed_documents_do_not_meet_in_a_cache():
     check_close(found["ragged"], found["dense"])
 
 
-def test_the_faster_backend_runs_a_decode_step(monkeypatch):
+def test_the_faster_backend_runs_a_decode_step():
     spec = cases.base(kv=2, pattern="causal")
-    monkeypatch.setattr(ragged_decode, "MIN_BYTES_BY_DTYPE", {torch.float32: 2 * 2 * 4 * 8 * 5})
     job = CallSignature(spec, spec.core, single_query=True)
-    assert ragged_decode.slower_reasons(job, hw.CallSize(1, 1, 1, 4 // 2), "any")
-    assert not ragged_decode.slower_reasons(job, hw.CallSize(5, 1, 1, 4), "any")
-    assert hw.backends.choose_backend(job, hw.CallSize(1, 1, 1, 2)) is BACKENDS["grouped"]
-    assert hw.backends.choose_backend(job, hw.CallSize(5, 1, 1, 4)) is ragged_decode
+    with takeover.sizes(ragged_float32=2 * 2 * 4 * 8 * 5):
+        assert ragged_decode.slower_reasons(job, hw.CallSize(1, 1, 1, 4 // 2), "any")
+        assert not ragged_decode.slower_reasons(job, hw.CallSize(5, 1, 1, 4), "any")
+        assert hw.backends.choose_backend(job, hw.CallSize(1, 1, 1, 2)) is BACKENDS["grouped"]
+        assert hw.backends.choose_backend(job, hw.CallSize(5, 1, 1, 4)) is ragged_decode
 
 
 def test_unsupported_calls_have_reasons(monkeypatch):

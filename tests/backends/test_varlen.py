@@ -10,11 +10,11 @@ import headwise as hw
 from headwise import backends
 from headwise.backends import dispatch, varlen
 from headwise.backends.dispatch import MAX_DENSE_LENGTH
-from headwise.backends.varlen import MAX_KERNEL_LENGTH, MAX_WASTED_PAIRS_RATIO, group_by_length, group_plan, kernel_plan
+from headwise.backends.varlen import MAX_WASTED_PAIRS_RATIO, group_by_length, group_plan, kernel_plan
 from headwise.masking.patterns import Full
 from headwise.masking.sequence_info import AttentionMask, SequenceInfo
 from headwise.nn import reference
-from support import layer_cases as cases
+from support import layer_cases as cases, takeover
 from support.layer_cases import EXAMPLES, check_close
 from support.layer_checks import layer_gradients
 
@@ -145,15 +145,15 @@ def test_texts_without_a_source_attend_to_nothing():
     assert probe.tensors["heads"][0, :2].all()
 
 
-LIMITS_BY_MODE = {"whole": (MAX_KERNEL_LENGTH, MAX_DENSE_LENGTH), "short": (-1, MAX_DENSE_LENGTH), "fused": (-1, 0)}
+LIMITS_BY_MODE = {"whole": (256, MAX_DENSE_LENGTH), "short": (0, MAX_DENSE_LENGTH), "fused": (0, 0)}
 
 
 @pytest.fixture(params=LIMITS_BY_MODE)
 def way(request, monkeypatch):
     """By the kernel; in groups, short ones by plain operations; in groups, all by a fused call."""
-    monkeypatch.setattr(varlen, "MAX_KERNEL_LENGTH", LIMITS_BY_MODE[request.param][0])
     monkeypatch.setattr(dispatch, "MAX_DENSE_LENGTH", LIMITS_BY_MODE[request.param][1])
-    return request.param
+    with takeover.sizes(varlen=LIMITS_BY_MODE[request.param][0]):
+        yield request.param
 
 
 def test_large_scores_are_no_trouble(way):

@@ -20,6 +20,7 @@ from headwise.bench import runner, session
 from headwise.bench.benchmark_case import BenchmarkCase, TimingPace
 from headwise.bench.runner import ScalingReport, SpeedCrossover, fastest_by_size, find_crossings, fit_power_law
 from headwise.bench.session import CaseTimer, LastLevelCache, MachineLimits
+from support import takeover
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 SIZES = (64, 128, 256, 512, 1024, 2048)
@@ -240,7 +241,7 @@ def test_the_pages_show_the_measurements(monkeypatch: pytest.MonkeyPatch, quick,
     monkeypatch.setattr(benchmark_pages, "SCALED", tmp_path / "scaling.json")
     result = benchmark_pages.backends_page()
     assert (
-        f"Chosen: `sdpa`, `flash_cpu` from {backends.flash_cpu.MIN_KEYS} tokens on. Measured: `sdpa` overtakes `dense`"
+        f"Chosen: `sdpa`, `flash_cpu` from {takeover.least('flash_cpu')} tokens on. Measured: `sdpa` overtakes `dense`"
         in result
     )
     assert "overtakes `dense` at 1,000 tokens." in result

@@ -12,7 +12,7 @@ from headwise import costs
 from headwise.backends import BACKENDS, CallSignature, flash_cpu
 from headwise.kernels import flash_attention
 from headwise.kernels.flash_attention import FlashAttentionShape, attend_key_ranges, count_executed_pairs
-from support import layer_cases as cases
+from support import layer_cases as cases, takeover
 from support.layer_cases import base, check_close
 from support.layer_checks import torch_flops
 
@@ -384,11 +384,11 @@ def test_the_kernel_is_preferred():
     order = [*BACKENDS]
     assert order.index("flash_cpu") == order.index("sdpa") - 1
     assert (
-        hw.why(spec, tokens=flash_cpu.MIN_KEYS).backend
+        hw.why(spec, tokens=takeover.least("flash_cpu")).backend
         == hw.why(spec, when=["grad", "training"]).backend
         == "flash_cpu"
     )
-    assert hw.why(spec, tokens=flash_cpu.MIN_KEYS - 1).backend == "sdpa"
+    assert hw.why(spec, tokens=takeover.least("flash_cpu") - 1).backend == "sdpa"
     assert hw.why(spec, dtype="bf16").backend == "bf16_matmul"
 
 

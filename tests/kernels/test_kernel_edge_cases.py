@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.backends import block_sparse, ragged_decode
+from headwise.backends import block_sparse
 from headwise.inspect import hooks
 from headwise.inspect.attention_sites import find_attention
 from headwise.kernels import PagedDecodeOptions, attend_paged, paged_decode, row_normalisers
-from headwise.ops.linear import MIN_GEMV_WEIGHTS, linear, linear_many
+from headwise.ops.linear import linear, linear_many
+from support import takeover
 from support.layer_cases import check_close
 
 TABLE = torch.tensor([[[0, 0, 4], [1, 0, 2]], [[2, 0, 0], [0, 0, 0]], [[3, 1, 3], [0, 2, 2]]])
@@ -88,13 +89,12 @@ def test_shapes_that_do_not_meet_are_refused():
         attend_paged(*handed(), TABLE[:2], scale=0.3)
 
 
-def test_a_second_ceiling_counts(monkeypatch):
-    monkeypatch.setattr(ragged_decode, "MIN_BYTES_BY_DTYPE", dict.fromkeys(ragged_decode.RAGGED_DTYPES, 0))
+def test_a_second_ceiling_counts():
     spec = hw.design(model=16, heads=4, pattern="causal", modifiers=(hw.Softcap(0.7), hw.Softcap(0.2)))
     layer, plain = hw.Attention(spec), hw.Attention(spec, backend="dense")
     plain.load_state_dict(layer.state_dict())
     x, recorded = 3 * torch.randn(1, 30, 16), []
-    with torch.no_grad():
+    with torch.no_grad(), takeover.sizes(ragged_float32=0):
         for one in (layer, plain):
             cache = one.cache(batch=1, capacity=30)
             one(x[:, :-1], cache=cache)
@@ -195,7 +195,7 @@ def test_a_plan_is_handed_out_though_another_thread_forgets_all(monkeypatch):
 
 
 def test_a_matrix_of_another_width_is_refused():
-    w = torch.randn(MIN_GEMV_WEIGHTS // 4 // 64, 64)
+    w = torch.randn(takeover.least("gemv_float32") // 4 // 64, 64)
     with torch.no_grad():
         for call in (lambda: linear(torch.randn(1, 32), w), lambda: linear_many(torch.randn(1, 32), (w, w))):
             with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -204,7 +204,7 @@ def test_a_matrix_of_another_width_is_refused():
 
 @pytest.mark.filterwarnings("ignore")  # of torch.func.jvp itself
 def test_products_under_torch_func_are_torchs():
-    w, x, along = torch.randn(MIN_GEMV_WEIGHTS // 4 // 64, 64), torch.randn(2, 64), torch.randn(2, 64)
+    w, x, along = torch.randn(takeover.least("gemv_float32") // 4 // 64, 64), torch.randn(2, 64), torch.randn(2, 64)
     with torch.no_grad():
         check_close(torch.vmap(lambda row: linear(row[None], w)[0])(x), x @ w.T, rtol=1e-5, atol=1e-5)
         slope = torch.func.jvp(lambda x: linear(x, w), (x,), (along,))[1]

@@ -16,6 +16,7 @@ from headwise.kernels.autograd_guards import can_skip_dispatcher
 from headwise.model_spec import FeedForwardSpec, NormSpec
 from headwise.models.feed_forward import FeedForward, NormLayer
 from headwise.parts.rotary_embedding import Rotary
+from support import takeover
 
 EPS = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -150,7 +151,7 @@ def test_a_gated_feed_of_a_few_tokens_gates_in_one_call(monkeypatch):
 @pytest.mark.parametrize(
     "x",
     [
-        random_tensor(0, 1, small_batch_ops.MAX_SMALL_NUMEL + 16),
+        random_tensor(0, 1, takeover.least("elementwise") + 16),
         random_tensor(0, 1, 24),
         random_tensor(0, 1, 32).double(),
         random_tensor(0, 32, 16).T,
@@ -161,7 +162,7 @@ def test_a_gated_feed_of_a_few_tokens_gates_in_one_call(monkeypatch):
 def test_all_other_calls_run_in_torch(x):
     with torch.no_grad():
         assert not small_batch_ops.is_small_batch(x)
-        assert small_batch_ops.is_small_batch(random_tensor(0, 1, small_batch_ops.MAX_SMALL_NUMEL))
+        assert small_batch_ops.is_small_batch(random_tensor(0, 1, takeover.least("elementwise")))
         assert not small_batch_ops.is_small_batch(random_tensor(0, 1, 32), random_tensor(0, 32).double())
 
 

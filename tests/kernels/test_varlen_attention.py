@@ -13,6 +13,7 @@ import headwise as hw
 from headwise.backends import varlen
 from headwise.kernels.varlen_attention import attend_varlen
 from headwise.masking.sequence_info import SequenceInfo
+from support import takeover
 from support.layer_cases import check_close
 
 SIZES = [(4, 4, 32, 32), (6, 2, 5, 7), (3, 1, 16, 48), (2, 2, 31, 17)]  # heads, key heads, dim, vdim
@@ -163,7 +164,8 @@ def test_plain_and_short_texts_are_supported(monkeypatch):
     layer = of()
     layer.backend_name = "sdpa"
     assert not called(layer, x, sequence, monkeypatch)
-    for longest, whole in ((varlen.MAX_KERNEL_LENGTH, True), (varlen.MAX_KERNEL_LENGTH + 1, False)):
+    most = takeover.least("varlen")
+    for longest, whole in ((most, True), (most + 1, False)):
         row = SequenceInfo.packed([[longest, 2]])
         assert called(of(), torch.randn(1, row.count, 8), row, monkeypatch) == whole
 

@@ -15,7 +15,8 @@ from headwise.kernels.small_batch_ops import GEMV_STEP
 from headwise.model_spec import FeedForwardSpec
 from headwise.models.feed_forward import FeedForward
 from headwise.ops import linear as linear_ops
-from headwise.ops.linear import MAX_GEMV_TOKENS, MIN_GEMV_WEIGHTS, linear, linear_many, uses_gemv_kernel
+from headwise.ops.linear import linear, linear_many, uses_gemv_kernel
+from support import takeover
 
 WIDTHS = (16, GEMV_STEP, GEMV_STEP + 16, 24 * GEMV_STEP, 24 * GEMV_STEP + 16, 73 * GEMV_STEP + 16)
 ROWS = (1, 63, 64, 65, 131, 2)
@@ -130,20 +131,20 @@ def test_torch_knows_its_shape_and_flops():
 
 
 WIDE = 1024
-TALL = MIN_GEMV_WEIGHTS // (4 * WIDE)
+TALL, MOST = takeover.least("gemv_float32") // (4 * WIDE), takeover.least("gemv_tokens_float32")
 
 
 def test_few_tokens_and_much_to_read_are_for_the_kernel():
     w = random_tensor(0, TALL, WIDE)
     with torch.no_grad():
-        assert uses_gemv_kernel(random_tensor(1, MAX_GEMV_TOKENS, 1, WIDE), [w])
+        assert uses_gemv_kernel(random_tensor(1, MOST, 1, WIDE), [w])
         assert uses_gemv_kernel(random_tensor(1, 1, WIDE), [w[: TALL // 2], w[TALL // 2 :]])
 
 
 @pytest.mark.parametrize(
     ("x", "w"),
     [
-        (random_tensor(1, MAX_GEMV_TOKENS + 1, WIDE), random_tensor(0, TALL, WIDE)),
+        (random_tensor(1, MOST + 1, WIDE), random_tensor(0, TALL, WIDE)),
         (random_tensor(1, 1, WIDE), random_tensor(0, TALL - 1, WIDE)),
         (random_tensor(1, 0, WIDE), random_tensor(0, TALL, WIDE)),
         (random_tensor(1, 1, WIDE + 8), random_tensor(0, TALL, WIDE + 8)),

@@ -14,6 +14,7 @@ import torch
 import headwise as hw
 from headwise.errors import SpecError
 from headwise.files import read_lines
+from headwise.machine.takeover_points import assume_points, points_of_class
 from headwise.training import ConsoleLogger, autotune, loggers, train
 from headwise.training.autotune import StepTrial
 from headwise.training.loggers import JsonlLogger, create_logger
@@ -196,6 +197,22 @@ def test_both_attention_settings_are_tried_for_short_rows(monkeypatch: pytest.Mo
     assert choice.reasons[0].startswith("bf16 with plain attention: 0.1500 s per step, fp32 0.4000")
     monkeypatch.setattr(autotune, "MAX_PLAIN_LENGTH", 1)
     assert chosen(monkeypatch, SECONDS, precision="fp32", compile="off", attention="auto")[1] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("x86-avx512", "bf16 was measured to be slower"), ("aarch64", "nobody measured bf16")]
+)
+def test_bf16_is_not_tried_where_it_is_slower_or_was_not_measured(
+    monkeypatch: pytest.MonkeyPatch, name: str, reason: str
+):
+    seconds = {way: time for way, time in SECONDS.items() if way[0] == "fp32"}
+    with assume_points(points_of_class(name)):
+        choice, tried = chosen(monkeypatch, seconds)
+        assert tried == [("fp32", "off"), ("fp32", "on")]
+        assert (choice.precision, choice.compile) == ("fp32", "on")
+        assert choice.reasons[0] == f"fp32: {reason} on this class of machine ({name})"
+        requested, _ = chosen(monkeypatch, SECONDS, precision="bf16", compile="off")
+        assert requested.precision == "bf16"  # the caller's own choice
 
 
 def test_compilation_is_reported(monkeypatch: pytest.MonkeyPatch):

@@ -14,10 +14,12 @@ from .. import backends
 from ..errors import suggest
 from ..interfaces.core_types import PROBE_POINTS, CallSize
 from ..kernels.launch import kernel_problem
+from ..machine.capabilities import this_machine
+from ..machine.takeover_points import current_points, machine_notes, takeover_size
 from ..spec.attention_spec import AttentionSpec
 from . import varlen
 from .core_interface import CallSignature
-from .dispatch import MAX_DENSE_LENGTH, slower_reasons_by_backend
+from .dispatch import MAX_DENSE_LENGTH, never_preferred_reasons, slower_reasons_by_backend
 
 WIDTH = 80
 DTYPES = {
@@ -74,6 +76,8 @@ class CallReport:
             "batch": None if self.size is None else self.size.batch,
             "keys": None if self.size is None else self.size.keys,
             "kernels": kernel_problem() or "available",
+            "machine": this_machine().data,
+            "takeover_points": current_points().data,
             "runs": self.backend,
             "from": [{"keys": least, "runs": name} for least, name in self.length_ranges],
             "backends": [
@@ -122,8 +126,9 @@ class BackendReport:
         if self.call.signature.is_packed:
             lines += textwrap.wrap(_packed_note(self.call), WIDTH)
         lines += _summary(self.other_call)
-        if self.call.signature.device == "cpu" and kernel_problem():
-            lines += ["", *textwrap.wrap(NO_KERNELS_NOTE, WIDTH)]
+        if self.call.signature.device == "cpu":
+            notes = [*([NO_KERNELS_NOTE] if kernel_problem() else []), *machine_notes()]
+            lines += [line for note in notes for line in ("", *textwrap.wrap(note, WIDTH))]
         return "\n".join(lines)
 
 
@@ -183,9 +188,12 @@ def _call_report(call: CallSignature, tokens: str, size: CallSize | None) -> Cal
         is_packed=call.is_packed and not single,
     )
     reasons = backends.unsupported_reasons_by_backend(call)
-    if size is not None:
-        slower = slower_reasons_by_backend(call, size)
-        reasons = {name: own_reasons or slower[name] for name, own_reasons in reasons.items()}
+    slower = (
+        {name: never_preferred_reasons(name, call) for name in reasons}
+        if size is None
+        else slower_reasons_by_backend(call, size)
+    )
+    reasons = {name: own_reasons or slower[name] for name, own_reasons in reasons.items()}
     notes = {name: [] if own_reasons else backends.backend_notes(name, call) for name, own_reasons in reasons.items()}
     form = "" if project == spec.project else repr(project)
     return CallReport(tokens, call, size, form, reasons, backends.backends_by_length(call), notes)
@@ -210,9 +218,10 @@ def _title(report: CallReport) -> str:
 
 
 def _packed_note(report: CallReport) -> str:
-    kernel = f"up to {varlen.MAX_KERNEL_LENGTH} tokens in one kernel, longer ones "
+    longest = int(takeover_size("varlen")) if varlen.supports_kernel(report.signature) else 0
+    kernel = f"up to {longest} tokens in one kernel, longer ones " if longest else ""
     return (
-        f"Packed sequences run apart: {kernel if varlen.supports_kernel(report.signature) else ''}in groups of similar "
+        f"Packed sequences run apart: {kernel}in groups of similar "
         f"length, each on the backend of its length (up to {MAX_DENSE_LENGTH} tokens on the CPU: dense)."
     )
 

@@ -17,7 +17,7 @@ from ..kernels.autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_b
 from ..masking.patterns import Causal
 from ..masking.sequence_info import AttentionMask
 from . import sdpa
-from .core_interface import CallSignature, CoreInputs, CoreSteps, never_slower, no_tensor_conflicts
+from .core_interface import CallSignature, CoreInputs, CoreSteps, no_tensor_conflicts
 from .query_blocks import QUERY_BLOCK_LENGTHS, QUERY_BLOCK_SIZE, count_formed_pairs
 
 MAX_SAVED_KEYS = 512  # keys up to which weights are saved for the backward pass; beyond, they are recomputed
@@ -60,12 +60,19 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 
 
 def is_preferred(call: CallSignature) -> bool:
-    """Whether it was measured to be faster than torch's call, at every length (log/2026-11-22-fast-halves.md)."""
+    """Whether it is tried before torch's call: in bfloat16 on a CPU, from its take-over point on."""
     return call.device == "cpu" and call.dtype == torch.bfloat16
 
 
 tensor_conflicts = no_tensor_conflicts
-slower_reasons = never_slower
+
+
+def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
+    """Why another backend is preferred at this size; in other dtypes it is the last resort at every size."""
+    if not is_preferred(call):
+        return []
+    point = "bf16_matmul_gradients" if call.needs_grad else "bf16_matmul"
+    return call.slower_below(point, size, "torch's fused call takes less time")
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:

@@ -409,8 +409,6 @@ def _count_call_pairs(q: Tensor, k: Tensor, args: BlockSparseArgs) -> int:
 
 # --- Fused attention in blocks of queries --------------------------------------------------------------
 
-MIN_KEYS = 370  # number of keys above which it was measured to be faster, see docs/backends.md
-
 
 def boundary_lengths() -> tuple[int, ...]:
     """Lengths at which the number of blocks changes."""
@@ -433,7 +431,7 @@ def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list
     """Why another backend is preferred at this size."""
     if _has_cpu_kernel(call) and mask_shape != "any":
         return [f"{call.spec.pattern.text} hides no key of this call that one fused call would not skip"]
-    return call.slower_below(MIN_KEYS, size, "one call with a mask takes less time")
+    return call.slower_below("block_sparse", size, "one call with a mask takes less time")
 
 
 tensor_conflicts = no_tensor_conflicts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..interfaces import Mix, Normaliser, Part, RecurrentPart, ScoreStep, Similarity, ValueStep, WeightStep
 from ..interfaces.core_types import CallSize, CoreShape, PartParams, Phase, QueryContext
+from ..machine.takeover_points import CALIBRATE_COMMAND, current_points, takeover_size
 from ..masking.sequence_info import AttentionMask
 from ..spec.attention_spec import AttentionSpec
 
@@ -47,14 +49,15 @@ class CallSignature:
         object.__setattr__(self, "group_size", size if is_even else 0)
         object.__setattr__(self, "heads_in_order", self.spec.score_head_of_row == tuple(range(self.spec.heads.q)))
 
-    def slower_below(self, min_keys: int, size: CallSize, faster: str) -> list[str]:
-        """Why another backend runs a call with few keys: `faster` was measured to take less time below `min_keys`.
+    def slower_below(self, point: str, size: CallSize, faster: str) -> list[str]:
+        """Why another backend runs a call with few keys: `faster` takes less time below the take-over point.
 
         This is a preference and not a limit. It holds on the CPU, where it was measured, for more than one query.
         """
-        if size.keys >= min_keys or self.device != "cpu" or self.single_query:
+        if self.device != "cpu" or self.single_query:
             return []
-        return [f"{faster} below {min_keys:,} keys; this call has {size.keys:,}"]
+        least = takeover_size(point)
+        return [] if size.keys >= least else [slower_reason(point, least, faster, f"{size.keys:,}")]
 
 
 class CoreInputs(NamedTuple):
@@ -76,6 +79,19 @@ class CoreInputs(NamedTuple):
 def no_tensor_conflicts(call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs) -> list[str]:
     """`tensor_conflicts` of backends that run all tensors of the calls they support."""
     return []
+
+
+def slower_reason(point: str, least: float, faster: str, size: str) -> str:
+    """Why the path of a take-over point does not run a call of this size."""
+    if math.isfinite(least):
+        return f"{faster} below {int(least):,} keys; this call has {size}"
+    points = current_points()
+    if points.points[point].measured_on:
+        return f"{faster} on this class of machine ({points.machine_class})"
+    return f"nobody measured it on this class of machine ({points.machine_class}); {CALIBRATE_COMMAND} does"
+
+
+slower_reason._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - torch reads it
 
 
 def never_slower(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:

@@ -12,7 +12,8 @@ Packed rows with known lengths are cut into their sequences here: short plain on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from ..errors import NoBackend, suggest
 from ..interfaces.core_types import CallSize, Probe
 from ..kernels.varlen_attention import VARLEN_KERNELS
+from ..machine.takeover_points import takeover_size
 from ..masking.sequence_info import AttentionMask, mask_shape
 from . import (
     bf16_matmul,
@@ -57,6 +59,8 @@ BACKENDS: dict[str, ModuleType] = {
 }
 
 SINGLE_CALL_BACKENDS = ("sdpa", "bf16_matmul", "flash_cpu", "block_sparse")  # plain operations beat them on few tokens
+KEY_POINTS = ("block_sparse", "linear", "routed", "flash_cpu", "bf16_matmul", "bf16_matmul_gradients")
+LONGEST = CallSize(1, 2**62, 2**62, 2**62)  # a size beyond every finite take-over point
 MAX_COUNTED_KEYS = 2**14  # keys up to which the pairs of a pattern are counted to know the shape of its mask
 MAX_DENSE_LENGTH = 32  # tokens of a packed sequence up to which plain operations take less time on a CPU
 
@@ -85,12 +89,12 @@ class CoreDispatch:
         batch, queries, keys = *inputs.q.shape[:2], attention_mask.keys.count
         if not (batch and queries and keys) and not dense.unsupported_reasons(self.call):
             return "dense"  # nothing is computed, and the kernels need not know such calls
-        size = CallSize(batch, queries, 0, keys)
-        shape = "" if self.call.single_query or self._ignores_size else attention_mask.shape
+        size = self._decisive_size(CallSize(batch, queries, 0, keys))
+        shape = "any" if size is LONGEST else "" if self.call.single_query else attention_mask.shape
         conflicts: dict[str, list[str]] = {}
         for name in self.backend_names:
             backend = BACKENDS[name]
-            if not self._ignores_size and backend.slower_reasons(self.call, size, shape):
+            if not self.is_named_by_caller and backend.slower_reasons(self.call, size, shape):
                 continue
             if not (reasons := backend.tensor_conflicts(self.call, attention_mask, inputs)):
                 return name
@@ -99,16 +103,16 @@ class CoreDispatch:
 
     def select_for_size(self, size: CallSize) -> str:
         """The name of the backend that a call of this size runs on, as far as the size decides it."""
-        if self._ignores_size:
+        if self.is_named_by_caller:
             return self.backend_names[0]
-        shape = contiguous_mask_shape(self.call, size)
+        size = self._decisive_size(size)
+        shape = "any" if size is LONGEST else contiguous_mask_shape(self.call, size)
         fitting = (n for n in self.backend_names if not BACKENDS[n].slower_reasons(self.call, size, shape))
         return next(fitting, self.backend_names[-1])
 
-    @property
-    def _ignores_size(self) -> bool:
+    def _decisive_size(self, size: CallSize) -> CallSize:
         # A compiled graph serves every length, so a choice by length would recompile it for each.
-        return self.is_named_by_caller or self.call.is_compiling
+        return LONGEST if self.call.is_compiling or self.is_named_by_caller else size
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ class PackedDispatch:
     def _uses_kernel(self, attention_mask: AttentionMask, dtype: torch.dtype) -> bool:
         if self.groups.is_named_by_caller or not varlen.supports_kernel(self.groups.call):
             return False
-        if varlen.kernel_plan(attention_mask).longest > varlen.MAX_KERNEL_LENGTH:
+        if varlen.kernel_plan(attention_mask).longest > takeover_size("varlen"):
             return False
         return VARLEN_KERNELS.is_usable(varlen.compute_dtype(dtype))
 
@@ -192,6 +196,12 @@ def slower_reasons_by_backend(call: CallSignature, size: CallSize) -> dict[str, 
     return {name: backend.slower_reasons(call, size, shape) for name, backend in BACKENDS.items()}
 
 
+def never_preferred_reasons(name: str, call: CallSignature) -> list[str]:
+    """Why a backend is not preferred at any size on this machine; empty if it is from some size on."""
+    size = replace(LONGEST, queries=1) if call.single_query else LONGEST
+    return BACKENDS[name].slower_reasons(call, size, "any")
+
+
 def backends_by_length(call: CallSignature) -> list[tuple[int, str]]:
     """Pairs (least number of tokens, backend): what a call of one row runs on as it grows longer."""
     try:
@@ -243,10 +253,11 @@ def contiguous_mask_shape(call: CallSignature, size: CallSize) -> str:
 
 def _deciding_lengths(call: CallSignature) -> list[int]:
     first, last = call.spec.pattern.retention
-    lengths = {1, *(backend.MIN_KEYS for backend in (block_sparse, linear_attention, routed_heads, flash_cpu))}
-    lengths |= {first + last + 1} if last is not None else set()
-    per_token = ragged_decode.bytes_per_token(call)
-    return sorted(lengths | {-(-ragged_decode.MIN_BYTES_BY_DTYPE[call.dtype] // per_token)} if per_token else lengths)
+    sizes = [takeover_size(point) for point in KEY_POINTS]
+    if per_token := ragged_decode.bytes_per_token(call):
+        sizes.append(ragged_decode.min_bytes(call) / per_token)
+    lengths = {1, *(math.ceil(size) for size in sizes if 0 < size < math.inf)}
+    return sorted(lengths | {first + last + 1} if last is not None else lengths)
 
 
 def _is_last_resort(name: str, call: CallSignature) -> bool:

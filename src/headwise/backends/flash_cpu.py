@@ -14,8 +14,6 @@ from . import sdpa
 from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads
 from .routed_heads import KeyVisibility
 
-MIN_KEYS = 64  # number of keys from which it was measured to be faster, see docs/backends.md
-
 
 def boundary_lengths() -> tuple[int, ...]:
     """Lengths at which work items are full, and one at which a part of the keys ends."""
@@ -42,7 +40,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 
 def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
     """Why another backend is preferred at this size."""
-    return call.slower_below(MIN_KEYS, size, "torch's fused call takes less time")
+    return call.slower_below("flash_cpu", size, "torch's fused call takes less time")
 
 
 def tensor_conflicts(call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs) -> list[str]:

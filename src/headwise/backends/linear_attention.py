@@ -14,7 +14,6 @@ from ..masking.sequence_info import AttentionMask
 from ..spec.attention_spec import AttentionSpec
 from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads, no_tensor_conflicts
 
-MIN_KEYS = 266  # number of keys from which it was measured to be faster, see docs/backends.md
 CHUNK_SIZE = 128  # tokens whose scores are computed before they are added to the state
 
 
@@ -39,7 +38,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 
 def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
     """Why another backend is preferred at this size; calls with a recurrent state run here at every size."""
-    return [] if call.has_recurrent_state else call.slower_below(MIN_KEYS, size, "every score takes less time")
+    return [] if call.has_recurrent_state else call.slower_below("linear", size, "every score takes less time")
 
 
 tensor_conflicts = no_tensor_conflicts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -11,17 +12,22 @@ from ..interfaces import ScoreStep
 from ..interfaces.core_types import CallSize, Probe
 from ..kernels import PagedDecodeOptions, attend_paged
 from ..kernels.launch import kernel_problem
+from ..machine.takeover_points import takeover_size
 from ..masking.sequence_info import AttentionMask
 from ..parts.linear_projection import Direct
 from ..parts.sink_softmax import SinkSoftmax
 from ..parts.softcap import Softcap
 from ..spec.attention_spec import AttentionSpec
 from . import sdpa
-from .core_interface import CallSignature, CoreInputs, CoreSteps, no_tensor_conflicts
+from .core_interface import CallSignature, CoreInputs, CoreSteps, no_tensor_conflicts, slower_reason
 
 RAGGED_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-# Bytes of keys and values above which the kernel is faster than torch's fused call, which is slow in bfloat16.
-MIN_BYTES_BY_DTYPE = {torch.bfloat16: 2**21, torch.float32: 2**23, torch.float64: 2**23}
+# The take-over points, in bytes of keys and values; torch's fused call is slow in bfloat16.
+POINT_BY_DTYPE = {
+    torch.bfloat16: "ragged_bfloat16",
+    torch.float32: "ragged_float32",
+    torch.float64: "ragged_float32",
+}
 
 
 def unsupported_reasons(call: CallSignature) -> list[str]:
@@ -71,17 +77,24 @@ def reads_quantized_cache(call: CallSignature) -> bool:
 
 def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
     """Why another backend is preferred at this size: torch operations are faster on few bytes of keys and values."""
-    nbytes, least = size.batch * size.keys * bytes_per_token(call), MIN_BYTES_BY_DTYPE[call.dtype]
+    nbytes, least = size.batch * size.keys * bytes_per_token(call), min_bytes(call)
     if nbytes >= least or not bytes_per_token(call):
         return []
+    if math.isinf(least):
+        return [slower_reason(POINT_BY_DTYPE[call.dtype], least, "torch's fused call takes less time", "")]
     return [
-        f"plain calls take less time below {least / 2**20:.0f} MiB of keys and values; this call has {nbytes:,} bytes"
+        f"plain calls take less time below {least / 2**20:.3g} MiB of keys and values; this call has {nbytes:,} bytes"
     ]
+
+
+def min_bytes(call: CallSignature) -> float:
+    """Bytes of keys and values from which the kernel runs; infinity if torch's calls are faster at every size."""
+    return takeover_size(POINT_BY_DTYPE[call.dtype])
 
 
 def bytes_per_token(call: CallSignature) -> int:
     """Bytes of the keys and values of one token; 0 if no other backend can read the cache in its storage format."""
-    if reads_quantized_cache(call) or "lse" in call.probed_tensors or call.dtype not in MIN_BYTES_BY_DTYPE:
+    if reads_quantized_cache(call) or "lse" in call.probed_tensors or call.dtype not in POINT_BY_DTYPE:
         return 0
     return (call.core.dim + call.core.vdim) * (max(call.core.key_head_of_query) + 1) * call.dtype.itemsize
 

@@ -284,8 +284,6 @@ def _make_backward_items(counts: Tensor, keys: int) -> Tensor:
 
 # --- The backend ---------------------------------------------------------------------------------------
 
-MIN_KEYS = 1024  # number of keys above which it was measured to be faster, see docs/backends.md
-
 
 def boundary_lengths() -> tuple[int, ...]:
     """Lengths at which the numbers of work items, chunks and key blocks change."""
@@ -319,7 +317,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 
 def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
     """Why another backend is preferred at this size."""
-    return call.slower_below(MIN_KEYS, size, "all heads take less time")
+    return call.slower_below("routed", size, "all heads take less time")
 
 
 def _unsupported_kernel_reasons(call: CallSignature) -> list[str]:

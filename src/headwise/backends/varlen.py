@@ -27,7 +27,6 @@ from .core_interface import CallSignature, CoreInputs, CoreSteps
 MAX_WASTED_PAIRS_RATIO = 0.25
 FREE_PAIRS = 4096  # padded pairs that take less time than one more call
 PROBED_TENSORS = frozenset({"q", "k", "v", "heads"})  # tensors that a probe can observe in packed rows
-MAX_KERNEL_LENGTH = 256  # longest sequence for which the kernel is faster than one fused call per group
 KERNEL_DTYPES = (torch.float32, torch.float64)  # dtypes that the kernel computes in; other dtypes are converted
 # Plans kept per SequenceInfo: for self-attention and for a source, each for the kernel and for groups.
 MAX_PLANS_PER_SEQUENCE = 4

@@ -153,10 +153,11 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class TimingSamples:
-    """Seconds per call of each sample; a sample is `calls_per_sample` calls in a row."""
+    """Seconds per call of each sample; a sample is `calls_per_sample` calls in a row, and starts at `started`."""
 
     seconds: tuple[float, ...]
     calls_per_sample: int = 1
+    started: tuple[float, ...] = field(default=(), compare=False)
 
     @property
     def median(self) -> float:
@@ -176,6 +177,72 @@ class TimingSamples:
         """
         lower, _, upper = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return (upper - lower) / self.median
+
+
+MIN_TAIL = 0.025  # probability that the median of a ratio lies below its interval, and above it
+
+
+class SpeedRatio(NamedTuple):
+    """The median of theirs / ours over pairs of samples taken side by side, and its 95 % interval by the sign test.
+
+    With fewer than six pairs no such interval exists; then it is that of all pairs.
+    """
+
+    median: float
+    low: float
+    high: float
+    pairs: int
+
+    def scaled(self, factor: float) -> SpeedRatio:
+        """The ratio times a factor."""
+        return SpeedRatio(self.median * factor, self.low * factor, self.high * factor, self.pairs)
+
+    def is_certain(self, target: float) -> bool:
+        """Whether the whole interval is on one side of a target."""
+        return self.low >= target or self.high < target
+
+
+def compare_pairs(ours: TimingSamples, theirs: TimingSamples) -> SpeedRatio:
+    """Compare two interleaved runs by pairs of samples.
+
+    Both samples of a pair see about the same machine, so that other work beside them changes their ratio much less
+    than it changes either of them. Runs with equally many samples are paired by rounds; otherwise each sample of the
+    run with fewer samples is paired with the nearest one in time.
+
+    >>> compare_pairs(TimingSamples((1.0, 5.0, 1.0), 1, (0, 2, 4)), TimingSamples((2.0, 9.0, 2.2), 1, (1, 3, 5)))
+    SpeedRatio(median=2.0, low=1.8, high=2.2, pairs=3)
+    """
+    few, many = sorted((ours, theirs), key=lambda samples: len(samples.seconds))
+    ratios = []
+    for number, seconds in enumerate(few.seconds):
+        nearest = _nearest_sample(few, number, many)
+        ratios.append(nearest / seconds if few is ours else seconds / nearest)
+    ratios.sort()
+    below = count_outside(len(ratios))
+    return SpeedRatio(statistics.median(ratios), ratios[below], ratios[-1 - below], len(ratios))
+
+
+def count_outside(pairs: int) -> int:
+    """How many ratios lie outside the interval of the median on each side: the most with a tail of at most 2.5 %.
+
+    >>> [count_outside(pairs) for pairs in (3, 6, 9, 15, 30)]
+    [0, 0, 1, 3, 9]
+    """
+    tail, count = 0.0, -1
+    while count + 1 < pairs:
+        tail += math.comb(pairs, count + 1) / 2**pairs
+        if tail > MIN_TAIL:
+            break
+        count += 1
+    return max(0, count)
+
+
+def _nearest_sample(samples: TimingSamples, number: int, others: TimingSamples) -> float:
+    if len(samples.seconds) == len(others.seconds):
+        return others.seconds[number]  # of the same round
+    start = samples.started[number]
+    index = min(range(len(others.seconds)), key=lambda n: abs(others.started[n] - start))
+    return others.seconds[index]
 
 
 @dataclass(frozen=True)
@@ -243,18 +310,28 @@ def time_interleaved(
     calls: dict[str, int] = {}
     remaining: dict[str, int] = {}
     seconds_of: dict[str, list[float]] = {name: [] for name in runs}
+    started: dict[str, list[float]] = {name: [] for name in runs}
+
+    def sample_all(order: Iterator[str]) -> None:
+        for name in order:
+            started[name].append(clock())
+            seconds_of[name].append(time_calls(runs[name], calls[name], clock))
+
     with garbage_collection_disabled():
         for name in interleaved_order(dict.fromkeys(runs, 1), seed):
+            start = clock()
             seconds = time_warm_call(runs[name], clock, pace.min_sample_seconds)
             calls[name] = pace.calls_per_sample(seconds)
-            seconds_of[name] += [seconds] if calls[name] == 1 else []
+            if calls[name] == 1:
+                seconds_of[name], started[name] = [seconds], [start]
             remaining[name] = pace.num_samples(seconds * calls[name], len(runs)) - len(seconds_of[name])
-        for name in interleaved_order(remaining, seed + 1):
-            seconds_of[name].append(time_calls(runs[name], calls[name], clock))
+        sample_all(interleaved_order(remaining, seed + 1))
         if any(pace.needs_more_samples(TimingSamples(tuple(seconds))) for seconds in seconds_of.values()):
-            for name in interleaved_order({name: len(seconds) for name, seconds in seconds_of.items()}, seed + 2):
-                seconds_of[name].append(time_calls(runs[name], calls[name], clock))
-    return {name: TimingSamples(tuple(seconds), calls[name]) for name, seconds in seconds_of.items()}
+            counts = {name: len(seconds) for name, seconds in seconds_of.items()}
+            sample_all(interleaved_order(counts, seed + 2))
+    return {
+        name: TimingSamples(tuple(seconds), calls[name], tuple(started[name])) for name, seconds in seconds_of.items()
+    }
 
 
 def interleaved_order(repeats: Mapping[str, int], seed: int) -> Iterator[str]:

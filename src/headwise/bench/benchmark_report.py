@@ -15,12 +15,13 @@ from ..escaping import escape_svg
 from ..files import FolderLock, write_atomically
 from ..head_analysis.head_figures import FIGURE_THEMES, FigureTheme
 from .benchmark_case import LIMIT
-from .session import HEADWISE, MAX_SPREAD, BenchmarkRow
+from .session import HEADWISE, BenchmarkRow
 
 TERMINAL_WIDTH = 80
-NAME_WIDTH, NUMBER_WIDTH = 33, 11  # characters of the name column, and of each number column
+NAME_WIDTH, NUMBER_WIDTH = 31, 11  # characters of the name column, and of each number column
 REPORT_FILE, CHART_FILE = "bench.json", "bench.svg"
-VALUE_COLUMN = NAME_WIDTH + 2 * NUMBER_WIDTH + 7  # first column of the targets
+SPREAD_WIDTH = 10  # of the spread, or the interval of a ratio
+VALUE_COLUMN = NAME_WIDTH + 2 * NUMBER_WIDTH + SPREAD_WIDTH  # first column of the targets
 TIME_UNITS = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "us"))
 VERDICT_LABELS = {True: "met", False: "missed", None: "no verdict"}
 
@@ -75,6 +76,8 @@ def machine_heading(machine: Mapping[str, Any]) -> Iterator[str]:
         f"{rates['fp32_flops_per_second']:.0f} GFLOP/s in fp32, {rates['bf16_flops_per_second']:.0f} in bf16"
     )
     yield from wrap_lines(", ".join(f"{name} {installed}" for name, installed in machine["versions"].items()))
+    for line in machine.get("described", ()):  # missing in older files
+        yield from wrap_lines(line)
     for label in machine_labels(machine):
         yield from wrap_lines(f"! {label}")
 
@@ -97,7 +100,8 @@ class ReportLine(NamedTuple):
 
     def __str__(self) -> str:
         first, *wrapped = textwrap.wrap(self.name, NAME_WIDTH - 2)
-        numbers = f"{format_seconds(self.seconds):>{NUMBER_WIDTH}}{self.ratio:>{NUMBER_WIDTH - 2}}{self.spread:>7}"
+        numbers = f"{format_seconds(self.seconds):>{NUMBER_WIDTH}}{self.ratio:>{NUMBER_WIDTH - 2}}"
+        numbers += f"{self.spread:>{SPREAD_WIDTH}}"
         target, *further_targets = self.targets or [""]
         line = f"  {first:<{NAME_WIDTH - 2}}{numbers}  {target}".rstrip()
         return "\n".join(
@@ -143,7 +147,11 @@ def row_seconds(row: BenchmarkRow) -> Iterator[ReportLine]:
     yield ReportLine(HEADWISE, row["ours_s"], "", format_share(row["spread"][HEADWISE]))
     for name, seconds in row["peers"].items():
         yield ReportLine(
-            name, seconds, format_ratio(row["ratio"][name]), format_share(row["spread"][name]), target_labels(row, name)
+            name,
+            seconds,
+            format_ratio(row["ratio"][name]),
+            _format_interval(row.get("interval", {}).get(name)) or format_share(row["spread"][name]),
+            target_labels(row, name),
         )
     if limit := row["limit"]:
         name = f"limit ({limit['bottleneck']}-bound)"
@@ -151,7 +159,7 @@ def row_seconds(row: BenchmarkRow) -> Iterator[ReportLine]:
             name,
             limit["seconds"],
             format_share(limit["share"]),
-            format_share(limit["spread"]),
+            _format_interval(limit.get("interval")) or format_share(limit["spread"]),
             target_labels(row, LIMIT),
         )
 
@@ -159,10 +167,30 @@ def row_seconds(row: BenchmarkRow) -> Iterator[ReportLine]:
 def target_labels(row: BenchmarkRow, against: str) -> list[str]:
     """Return the targets against one baseline, each with its verdict."""
     return [
-        f"{format_target(target)}: {VERDICT_LABELS[target['met']]}"
-        for target in row["aim"]
-        if target["against"] == against
+        f"{format_target(target)}: {verdict_label(target)}" for target in row["aim"] if target["against"] == against
     ]
+
+
+def verdict_label(target: Mapping[str, Any]) -> str:
+    """Return the verdict in words; one whose interval contains the target is marked by a question mark.
+
+    >>> verdict_label({"met": True, "certain": False}), verdict_label({"met": False, "certain": True})
+    ('met ?', 'missed')
+    """
+    unsure = target["met"] is not None and not target.get("certain", True)  # missing in older files
+    return f"{VERDICT_LABELS[target['met']]}{' ?' if unsure else ''}"
+
+
+def _format_interval(interval: Sequence[float] | None) -> str:
+    """Format the interval of a ratio; "" for older files, which have none.
+
+    >>> _format_interval([0.978, 1.04]), _format_interval([12.2, 14.1]), _format_interval(None)
+    ('0.98-1.04', '12-14', '')
+    """
+    if interval is None:
+        return ""
+    places = 0 if interval[1] >= 10 else 2
+    return "-".join(f"{value:.{places}f}" for value in interval)
 
 
 def format_target(target: Mapping[str, Any]) -> str:
@@ -178,8 +206,9 @@ def format_summary(rows: list[BenchmarkRow]) -> Iterator[str]:
     }
     verdicts = ", ".join(f"{count} {word}" for word, count in counts.items())
     yield from wrap_lines(
-        f"Columns: median seconds per call; speedup of headwise (ours), or the share of the limit that it reaches; "
-        f"spread (interquartile range over median; no verdict above {MAX_SPREAD:.0%}); target. Targets: {verdicts}."
+        f"Columns: median seconds per call; speedup of headwise (ours), or the share of the limit that it reaches, as "
+        f"the median over pairs of samples taken side by side; the 95 % interval of that median (for ours: the "
+        f"interquartile range over the median); target. A target with ? lies within the interval. Targets: {verdicts}."
     )
 
 

@@ -391,7 +391,7 @@ def _layer_run(kind: ScalingLayer, spec: AttentionSpec, size: CallSize, name: st
     torch.manual_seed(0)
     layers = [Attention(spec, backend=name).to(accelerator_type()).eval() for _ in range(size.layers)]
     x = torch.randn(size.rows, size.tokens, MODEL_WIDTH, device=accelerator_type(), requires_grad=kind.needs_grad)
-    caches = [_FilledCache(layer, x) for layer in layers] if kind.single_query else []
+    caches = [FilledCache(layer, x) for layer in layers] if kind.single_query else []
 
     def run() -> Any:
         with torch.set_grad_enabled(kind.needs_grad):
@@ -403,12 +403,12 @@ def _layer_run(kind: ScalingLayer, spec: AttentionSpec, size: CallSize, name: st
     return run
 
 
-class _FilledCache:
+class FilledCache:
     """A prefilled KV cache that grows with every call; it is reset before it is an eighth longer."""
 
     def __init__(self, layer: Attention, x: Tensor) -> None:
         rows, tokens, _ = x.shape
-        prefill_layer = Attention(layer.spec).to(x.device)  # a single-query backend may refuse the prefill
+        prefill_layer = Attention(layer.spec).to(x.device, x.dtype)  # a single-query backend may refuse the prefill
         prefill_layer.load_state_dict(layer.state_dict())
         self._capacity = tokens + max(tokens // 8, 16)
         self._prefilled = layer.cache(batch=rows, capacity=self._capacity)

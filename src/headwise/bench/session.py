@@ -18,9 +18,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..costs.roofline import accelerator_type, processor_name, synchronize_device, time_run
+from ..costs.roofline import accelerator_type, synchronize_device, time_run
 from ..errors import SpecError
 from ..files import FolderLock
+from ..machine.capabilities import MachineCapabilities, read_caches, this_machine
+from ..machine.takeover_points import current_points
 from ..output_paths import Existing, FolderKind, check_output
 from .benchmark_case import (
     LIMIT,
@@ -28,23 +30,24 @@ from .benchmark_case import (
     Clock,
     MissingPeer,
     RequiredWork,
+    SpeedRatio,
     SpeedTarget,
     TimedCall,
     TimingPace,
     TimingSamples,
+    compare_pairs,
     describe_difference,
     time_interleaved,
 )
 
 READ_RUN, MATMUL_RUN = "(read)", "(products)"  # in brackets, so that no peer has this name
+RUN_OF_RESOURCE = {"memory": READ_RUN, "compute": MATMUL_RUN}
 CACHE_MULTIPLE = 8  # buffer size over last-level cache size, so that little of the buffer is cached
 ASSUMED_CACHE_BYTES = 2**25  # used if the system does not report the last-level cache
 CPU_SYSFS = Path("/sys/devices/system/cpu")
 MATRIX_SIZES = {"cpu": 2048, "cuda": 8192}  # rows of the multiplied matrices
 HEADER_SECONDS = 0.2  # time limit for each rate of the machine
-CACHE_KEYS = ("level", "size", "shared_cpu_list")  # sysfs files of a cache
 RATE_KEYS = ("bytes_per_second", "flops_per_second")  # rates of memory and of compute
-SIZE_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 class LastLevelCache(NamedTuple):
@@ -90,21 +93,20 @@ class MachineLimits:
         >>> limit["seconds"], limit["bottleneck"]
         (1.0, 'memory')
         """
-        run_of_resource = {"memory": READ_RUN, "compute": MATMUL_RUN}
         rates = {"memory": float(self.buffer_bytes), "compute": float(self.flops_per_product)}
         required_amount = {"memory": work.bytes_read, "compute": work.flops}
         seconds_by_resource = {
             resource: required_amount[resource] * samples[run].median / rates[resource]
-            for resource, run in run_of_resource.items()
+            for resource, run in RUN_OF_RESOURCE.items()
             if required_amount[resource]
         }
         bottleneck = max(seconds_by_resource, key=lambda resource: seconds_by_resource[resource])
         measured = {
             name: rates[resource] / samples[run].median
-            for (resource, run), name in zip(run_of_resource.items(), RATE_KEYS, strict=True)
+            for (resource, run), name in zip(RUN_OF_RESOURCE.items(), RATE_KEYS, strict=True)
             if required_amount[resource]
         }
-        spread = samples[run_of_resource[bottleneck]].spread
+        spread = samples[RUN_OF_RESOURCE[bottleneck]].spread
         required = {"bytes": work.bytes_read, "flops": work.flops, "dtype": str(work.dtype).removeprefix("torch.")}
         return {
             "seconds": seconds_by_resource[bottleneck],
@@ -151,15 +153,7 @@ class MachineLimits:
 
 def find_last_level_cache(system: Path) -> LastLevelCache:
     """Return the total size of the last-level caches, or an assumed size if the system does not report it."""
-    caches: dict[str, tuple[int, int]] = {}  # level and bytes, by level and sharing processors
-    for index in sorted(system.glob("cpu[0-9]*/cache/index[0-9]*")):
-        try:
-            level, size, shared_cpus = (index.joinpath(name).read_text().strip() for name in CACHE_KEYS)
-            caches[f"{level} {shared_cpus}"] = int(level), int(size.rstrip("KMG")) * SIZE_UNITS.get(size[-1:], 1)
-        except (OSError, ValueError):
-            continue
-    highest = max((level for level, _ in caches.values()), default=0)
-    size = sum(size for level, size in caches.values() if level == highest)
+    size = MachineCapabilities("", "", (), 1, 1, caches=read_caches(system)).last_level_cache_bytes
     return LastLevelCache(size, True) if size else LastLevelCache(ASSUMED_CACHE_BYTES, False)
 
 
@@ -179,12 +173,15 @@ def describe_machine(limits: MachineLimits, threads: int) -> dict[str, Any]:
     labels += [f"{name}: unknown version" for name, installed in versions.items() if installed == UNKNOWN]
     load = os.getloadavg()[0]  # runnable processes, averaged over the last minute
     labels += [f"other processes were running: load average {load:.1f} before the run"] if load > BUSY_LOAD else []
+    labels += this_machine().notes(threads)
     labels += [] if is_reported else ["the size of the last-level cache is assumed"]
-    name = torch.cuda.get_device_name() if limits.device_type == "cuda" else processor_name()
+    name = torch.cuda.get_device_name() if limits.device_type == "cuda" else this_machine().processor
     return {
         "processor": name,
         "threads": threads,
         "processors": num_processors(),
+        "capabilities": this_machine().data,
+        "described": [f"machine: {this_machine().describe()}", *current_points().describe()],
         "last_level_cache_bytes": limits.last_level_cache.size,
         "buffer_bytes": limits.buffer_bytes,
         "versions": versions,
@@ -207,11 +204,8 @@ def package_versions() -> dict[str, str]:
 
 
 def num_processors() -> int:
-    """Return the number of processors that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # Linux only; elsewhere all processors count
-        return os.cpu_count() or 1
+    """Return the number of processors that this process may use, by affinity and by the quota of its container."""
+    return this_machine().usable_processors
 
 
 def check_threads(threads: int | None) -> int:
@@ -243,7 +237,6 @@ def use_threads(count: int) -> Iterator[None]:
 # --- One case ------------------------------------------------------------------------------------------
 
 HEADWISE = "ours"
-MAX_SPREAD = 0.2  # no verdict above this spread
 BenchmarkRow = dict[str, Any]  # JSON-serialisable, unchanged by a round trip
 
 
@@ -268,7 +261,10 @@ class CaseTimer:
         result.phase_seconds["samples"] = self.clock() - warm_at
         if case.required_work is not None:
             limit = self.limits.bound(case.required_work, result.samples)
-            result.limit = limit | {"share": limit["seconds"] / result.samples[HEADWISE].median}
+            run = result.samples[RUN_OF_RESOURCE[limit["bottleneck"]]]
+            ratio = compare_pairs(result.samples[HEADWISE], run).scaled(limit["seconds"] / run.median)
+            result.limit_ratio = ratio
+            result.limit = limit | {"share": ratio.median, "interval": [ratio.low, ratio.high]}
         return result.row(kind)
 
 
@@ -319,6 +315,7 @@ class _CaseResult:
     differences: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     limit: dict[str, Any] | None = None
+    limit_ratio: SpeedRatio | None = None
     failed: str = ""
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
@@ -350,13 +347,15 @@ class _CaseResult:
         case, samples = self.case, self.samples
         peers = {name: samples[name].median for name in case.peers if name in samples}
         ours = samples[HEADWISE].median if HEADWISE in samples else None
-        verdicts = [self._target_verdict(target, ours, peers) for target in case.targets]
+        ratios = {name: compare_pairs(samples[HEADWISE], samples[name]) for name in peers}
+        verdicts = [self._target_verdict(target, ours, ratios) for target in case.targets]
         return {
             "name": case.name,
             "kind": kind,
             "ours_s": ours,
             "peers": peers,
-            "ratio": {name: seconds / ours for name, seconds in peers.items() if ours},
+            "ratio": {name: ratio.median for name, ratio in ratios.items()},
+            "interval": {name: [ratio.low, ratio.high] for name, ratio in ratios.items()},
             "limit": self.limit,
             "aim": verdicts,
             "met": _overall_verdict([verdict["met"] for verdict in verdicts]),
@@ -371,27 +370,32 @@ class _CaseResult:
             "took": self.phase_seconds,
         }
 
-    def _target_verdict(self, target: SpeedTarget, ours: float | None, peers: Mapping[str, float]) -> dict[str, Any]:
-        """Return the reached ratio of a target and whether it is met, or why there is no verdict."""
-        reached, reason = None, ""
-        spreads = {HEADWISE: self.samples[HEADWISE].spread} if HEADWISE in self.samples else {}
+    def _target_verdict(
+        self, target: SpeedTarget, ours: float | None, ratios: Mapping[str, SpeedRatio]
+    ) -> dict[str, Any]:
+        """Return the reached ratio of a target with its interval, and whether it is met; or why there is no verdict.
+
+        The verdict is that of the median over pairs. It is not certain if the target lies within the interval.
+        """
+        reached, reason = ratios.get(target.baseline), ""
         if ours is None:
             reason = "ours failed"
         elif target.baseline == LIMIT and self.limit is not None:
-            reached, spreads = self.limit["share"], spreads | {LIMIT: self.limit["spread"]}
-        elif target.baseline in peers:
-            reached, spreads = (
-                peers[target.baseline] / ours,
-                spreads | {target.baseline: self.samples[target.baseline].spread},
-            )
-        else:
-            reason = "absent"
-        if reached is not None and self.differences:
+            reached = self.limit_ratio
+        if reached is None:
+            reason = reason or "absent"
+        elif self.differences:
             reason = "different results"
-        elif reached is not None and (noisy := [name for name, spread in spreads.items() if spread > MAX_SPREAD]):
-            reason = f"spread of {', '.join(noisy)} above {MAX_SPREAD:.0%}"
-        met = None if reason or reached is None else reached >= target.ratio
-        return {"against": target.baseline, "times": target.ratio, "reached": reached, "met": met, "why": reason}
+        met = None if reason or reached is None else reached.median >= target.ratio
+        return {
+            "against": target.baseline,
+            "times": target.ratio,
+            "reached": None if reached is None else reached.median,
+            "interval": None if reached is None else [reached.low, reached.high],
+            "met": met,
+            "certain": met is not None and reached is not None and reached.is_certain(target.ratio),
+            "why": reason,
+        }
 
 
 def _overall_verdict(verdicts: list[bool | None]) -> bool | None:

@@ -30,6 +30,8 @@ def main(argv: list[str]) -> int:
             to_json(cases) if args.json else "\n".join(f"{kind:<{width}}{summary}" for kind, summary in cases.items())
         )
         return 0
+    if args.calibrate:
+        return _calibrate(args)
     with _sigterm_as_interrupt():
         report = _run_suite(args)
     print_page(to_json(report.data) if args.json else str(report))
@@ -61,6 +63,17 @@ def _print_cases(args: argparse.Namespace) -> Mapping[str, str]:
     from ..bench import runner
 
     return runner.list_layers() if args.scaling else runner.list_cases()
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    """Measure the take-over points of this machine, and print them; exit code 1 if they cannot be kept."""
+    if args.quick or args.scaling or args.out:
+        raise UsageError("--calibrate takes no --quick, --scaling and --out; leave them out")
+    from ..bench.calibration import calibrate
+
+    report = calibrate(args.threads, names=args.names, progress=_report_progress)
+    print_page(to_json(report.data) if args.json else str(report))
+    return 0 if report.stored_in else 1
 
 
 def _run_suite(args: argparse.Namespace) -> BenchmarkReport | ScalingReport:
@@ -102,6 +115,11 @@ def _parser() -> CommandParser:
     )
     parser.add_argument(
         "--scaling", action="store_true", help="time every backend at growing sizes instead of the benchmarks"
+    )
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure from which sizes own kernels are faster here, and keep it; under a minute",
     )
     parser.add_argument(
         "--threads", type=int, metavar="COUNT", help="threads for torch and numba (default: all processors)"

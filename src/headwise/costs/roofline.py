@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import platform
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from ..errors import SpecError, suggest
 from ..files import write_atomically
 from ..interfaces.core_types import CallSize
 from ..kernels.compilation import compile_when_called
+from ..machine.capabilities import this_machine
 from ..model_spec import WEIGHT_FORMATS, ModelSpec
 from ..spec.attention_spec import AttentionSpec
 from .flops import AttentionComponent, ForwardCall, ModelComponent, cached_numbers
@@ -232,17 +232,7 @@ def _machine_name() -> str:
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     threads = torch.get_num_threads()
-    return f"{processor_name()}, {threads} thread{'s' if threads > 1 else ''}, torch {torch.__version__}"
-
-
-def processor_name() -> str:
-    """The processor's name as the operating system reports it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return f"{this_machine().processor}, {threads} thread{'s' if threads > 1 else ''}, torch {torch.__version__}"
 
 
 def _measurement_path(machine: str) -> Path:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..machine.takeover_points import takeover_size
 from . import launch
 from .autograd_guards import can_skip_dispatcher
 from .kernel_args import (
@@ -194,17 +195,16 @@ SMALL_BATCH_KERNELS = KernelSet(
     silu_and_multiply=("silu_and_multiply_kernel", SiluArgs),
     scale_to_float32=("scale_to_float32_kernel", ScaleArgs),
 )
-MAX_SMALL_NUMEL = 2**14  # maximum number of elements; beyond it torch's threads pay off
 
 
 def is_small_batch(x: Tensor, *others: Tensor) -> bool:
     """Return True if the kernels support these tensors and are faster than torch for them.
 
-    That is: at most 2^14 elements in whole vectors, one dtype that the kernels know, and a call that can skip the
-    dispatcher.
+    That is: at most as many elements as the take-over point (beyond it torch's threads pay off), in whole vectors, one
+    dtype that the kernels know, and a call that can skip the dispatcher.
     """
     return (
-        0 < x.numel() <= MAX_SMALL_NUMEL
+        0 < x.numel() <= takeover_size("elementwise")
         and x.dtype in GEMV_DTYPES
         and x.shape[-1] % SIMD_WIDTH == 0
         and all(t.dtype == x.dtype and t.stride(-1) == 1 for t in others)

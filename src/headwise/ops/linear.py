@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from ..kernels.autograd_guards import is_under_functorch
 from ..kernels.launch import SIMD_WIDTH
 from ..kernels.small_batch_ops import GEMV_DTYPES, GEMV_KERNELS, multiply_small_batch
+from ..machine.takeover_points import takeover_size
 
-MAX_GEMV_TOKENS = 4  # number of tokens above which torch's product is as fast
-MIN_GEMV_WEIGHTS = 3 * 2**18  # bytes of weights below which torch takes less time than the launch of a kernel
+# Take-over points: bytes of weights from which, and tokens up to which, the kernel is faster than torch's product.
+GEMV_POINTS = {name: (f"gemv_{label}", f"gemv_tokens_{label}") for name, label in GEMV_DTYPES.items()}
 PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)
 
 
@@ -63,12 +64,14 @@ def should_concatenate(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 def uses_gemv_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
     """Whether the GEMV kernel runs this product: few tokens, large weights, and no gradient."""
-    if torch.is_grad_enabled() or sum([w.numel() for w in weights]) * x.dtype.itemsize < MIN_GEMV_WEIGHTS:
+    if torch.is_grad_enabled() or x.dtype not in GEMV_POINTS:
+        return False
+    least_bytes, most_tokens = GEMV_POINTS[x.dtype]
+    if sum([w.numel() for w in weights]) * x.dtype.itemsize < takeover_size(least_bytes):
         return False
     width = x.shape[-1]
     return (
-        0 < x.numel() <= MAX_GEMV_TOKENS * width
-        and x.dtype in GEMV_DTYPES
+        0 < x.numel() <= takeover_size(most_tokens) * width
         and x.device.type == "cpu"
         and type(x) is Tensor
         and width % SIMD_WIDTH == 0

@@ -285,13 +285,13 @@ def describe_environment() -> dict[str, Any]:
     import torch
 
     from .. import __version__
-    from ..costs.roofline import processor_name
+    from ..machine.capabilities import this_machine
 
     return {
         "headwise": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "processor": processor_name(),
+        "processor": this_machine().processor,
         "threads of a cell": 1,
     }
 

@@ -12,6 +12,7 @@ import torch
 from ..data import Batch
 from ..data.translation import UnpackableBatch, pack_batch, real_token_share
 from ..distributed.sharded_model import BatchForward, wrap_single_process
+from ..machine.takeover_points import current_points, takeover_size
 from ..models import Transformer
 from .recipe import Recipe
 from .train_step import (
@@ -93,7 +94,7 @@ class StepTrial:
         if len(candidates) == 1:
             values = self.recipe.precision, self.recipe.attention
             reasons = tuple(f"{value}, as set in the recipe" for value in values if value not in ("auto", "fused"))
-            return candidates[0], reasons, None
+            return candidates[0], (*self._untried_precision(), *reasons), None
         seconds: dict[tuple[str, str], float] = {}
         failures: list[str] = []
         for precision, attention in candidates:
@@ -106,10 +107,24 @@ class StepTrial:
         if not seconds:
             raise RuntimeError(failures[0])
         best, reason = choose_fastest(seconds)
-        return best, (reason, *failures), seconds[best]
+        return best, (reason, *self._untried_precision(), *failures), seconds[best]
 
     def _precisions(self) -> tuple[str, ...]:
-        return ("fp32", "bf16") if self.recipe.precision == "auto" else (self.recipe.precision,)
+        """Candidates for `precision`; bf16 is not tried on a CPU that computes faster in fp32."""
+        if self.recipe.precision != "auto":
+            return (self.recipe.precision,)
+        return ("fp32",) if self._untried_precision() else ("fp32", "bf16")
+
+    def _untried_precision(self) -> tuple[str, ...]:
+        """Why bf16 is not tried, as one reason; empty if it is, or if the recipe sets the precision."""
+        if self.recipe.precision != "auto" or self.device.type != "cpu":
+            return ()
+        if sum(parameter.numel() for parameter in self.net.parameters()) >= takeover_size("bf16_training"):
+            return ()
+        points = current_points()
+        is_measured = points.points["bf16_training"].measured_on
+        reason = "bf16 was measured to be slower" if is_measured else "nobody measured bf16"
+        return (f"fp32: {reason} on this class of machine ({points.machine_class})",)
 
     def _attentions(self) -> tuple[str, ...]:
         """Candidates for `attention`; "plain" stores all scores, so it is only tried for short rows on the CPU."""

@@ -1,0 +1,8 @@
+"""What the machine can do, and from which sizes headwise's own paths are faster than torch's on it.
+
+Reading order:
+
+- `capabilities`: processor, instruction sets, cores, caches, NUMA nodes, and the class of machine
+- `takeover_points`: the smallest sizes from which own paths run, from a table per class or from a calibration
+- `calibration_file`: the calibration that `headwise bench --calibrate` keeps in the user's cache folder
+"""

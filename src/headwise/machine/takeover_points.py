@@ -1,0 +1,216 @@
+"""Take-over points: the sizes from which (or up to which) headwise's own paths are faster than torch's.
+
+`takeover_points.toml` holds those that were measured, by class of machine, and names the machine of each. On a class
+without an entry, torch's path runs at every size: a kernel that nobody timed there is not preferred. Paths that run
+torch's own operations on fewer numbers have one entry for all classes. A calibration of this very machine
+(`headwise bench --calibrate`) replaces the table, for the number of threads that it was made with.
+
+The environment variable HEADWISE_MACHINE_CLASS selects the entries of a class by name and ignores calibrations, for
+results that do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from . import calibration_file
+from .calibration_file import Calibration
+from .capabilities import MACHINE_CLASSES, MachineCapabilities, this_machine
+
+TABLE_FILE = Path(__file__).with_name("takeover_points.toml")
+CLASS_VARIABLE = "HEADWISE_MACHINE_CLASS"
+NEVER = math.inf
+ANY_CLASS = "any"
+CALIBRATE_COMMAND = "headwise bench --calibrate"
+
+# What each point counts. "from": the own path runs at this size and above; "up_to": at this size and below.
+FROM_POINTS = {
+    "flash_cpu": "keys",
+    "block_sparse": "keys",
+    "routed": "keys",
+    "linear": "keys",
+    "bf16_matmul": "keys",
+    "bf16_matmul_gradients": "keys",
+    "ragged_float32": "bytes of keys and values",
+    "ragged_bfloat16": "bytes of keys and values",
+    "gemv_float32": "bytes of weights",
+    "gemv_bfloat16": "bytes of weights",
+    "bf16_training": "parameters",
+}
+UP_TO_POINTS = {
+    "gemv_tokens_float32": "tokens",
+    "gemv_tokens_bfloat16": "tokens",
+    "varlen": "tokens of a packed sequence",
+    "elementwise": "numbers",
+}
+POINT_NAMES = (*FROM_POINTS, *UP_TO_POINTS)
+
+
+class TakeoverPoint(NamedTuple):
+    """A size, and the machine that it was measured on; "" if nobody measured it on this class."""
+
+    size: float
+    measured_on: str = ""
+
+
+UNMEASURED = {name: TakeoverPoint(NEVER) for name in FROM_POINTS} | {name: TakeoverPoint(0) for name in UP_TO_POINTS}
+
+
+@dataclass(frozen=True)
+class TakeoverPoints:
+    """The points that apply: those of a class, or of a calibration. `problem` says why a calibration is not used."""
+
+    machine_class: str
+    points: Mapping[str, TakeoverPoint]
+    calibration: Calibration | None = None
+    problem: str = ""
+
+    @property
+    def data(self) -> dict[str, object]:
+        """Class, source and sizes as plain values; null is "never" for a size from which, 0 for one up to which."""
+        sizes = {name: None if math.isinf(point.size) else point.size for name, point in self.points.items()}
+        calibrated = None if self.calibration is None else self.calibration.describe()
+        return {
+            "class": self.machine_class,
+            "calibration": calibrated,
+            "problem": self.problem,
+            "sizes": {name: sizes[name] for name in POINT_NAMES},
+            "measured_on": {name: self.points[name].measured_on for name in POINT_NAMES},
+        }
+
+    def with_sizes(self, **sizes: float) -> TakeoverPoints:
+        """The points with other sizes, as if they had been measured on this machine."""
+        changed = {name: TakeoverPoint(size, "this machine") for name, size in sizes.items()}
+        return replace(self, points=dict(self.points) | changed)
+
+    def describe(self) -> list[str]:
+        """Where the points come from, and a calibration that is not used."""
+        if self.calibration is not None:
+            return [f"take-over points: calibration of this machine, {self.calibration.describe()}"]
+        machines = list(dict.fromkeys(point.measured_on for point in self.points.values() if point.measured_on))
+        unmeasured = [name for name in POINT_NAMES if not self.points[name].measured_on]
+        text = f"take-over points: table of {self.machine_class}, measured on {'; '.join(machines)}"
+        if unmeasured:
+            text += f"; torch's path where nobody measured ({', '.join(unmeasured)}), which {CALIBRATE_COMMAND} does"
+        return [text, *([self.problem] if self.problem else [])]
+
+
+def read_table(path: Path = TABLE_FILE, threads: int | None = None) -> dict[str, dict[str, TakeoverPoint]]:
+    """The measured points by class of machine, from the table of the package.
+
+    With one thread, entries that have a size of their own for it ("one_thread") have that size.
+    """
+    document = tomllib.loads(path.read_text())
+    machines: dict[str, str] = document.pop("machines")
+    table: dict[str, dict[str, TakeoverPoint]] = {}
+    for name, entries in document.items():
+        if name not in (ANY_CLASS, *MACHINE_CLASSES):
+            raise ValueError(f"{path.name} has an unknown class of machine {name!r}; use one of {MACHINE_CLASSES}")
+        table[name] = {point: _read_point(point, entry, machines, threads) for point, entry in entries.items()}
+    return table
+
+
+def _read_point(
+    name: str, entry: Mapping[str, object], machines: Mapping[str, str], threads: int | None
+) -> TakeoverPoint:
+    kind = "from" if name in FROM_POINTS else "up_to"
+    size = entry.get("one_thread", entry.get(kind)) if threads == 1 and kind in entry else entry.get(kind)
+    if name not in POINT_NAMES or entry.get("on") not in machines or not (size == "never" or isinstance(size, int)):
+        raise ValueError(f"{TABLE_FILE.name} has an entry {name} = {dict(entry)} without {kind!r} and 'on'")
+    never = NEVER if kind == "from" else 0
+    return TakeoverPoint(never if size == "never" else float(str(size)), machines[str(entry["on"])])
+
+
+def points_of_class(machine_class: str, threads: int | None = None) -> TakeoverPoints:
+    """The table's points of a class; those that nobody measured keep torch's path.
+
+    >>> points_of_class("other").points["flash_cpu"].size
+    inf
+    """
+    table = read_table(threads=threads)
+    return TakeoverPoints(machine_class, UNMEASURED | table[ANY_CLASS] | table.get(machine_class, {}))
+
+
+class _CurrentPoints:
+    """The points of this process by torch's number of threads, and what tests put in their place."""
+
+    def __init__(self) -> None:
+        self.by_threads: dict[int, TakeoverPoints] = {}
+        self.assumed: TakeoverPoints | None = None
+
+    def get(self) -> TakeoverPoints:
+        if self.assumed is not None:
+            return self.assumed
+        threads = torch.get_num_threads()
+        points = self.by_threads.get(threads)
+        if points is None:
+            points = self.by_threads[threads] = _find_points(this_machine(), threads)
+        return points
+
+
+_CURRENT = _CurrentPoints()
+
+
+def current_points() -> TakeoverPoints:
+    """The points that apply now: a calibration made with torch's present number of threads, or the table's."""
+    return _CURRENT.get()
+
+
+def takeover_size(name: str) -> float:
+    """The size of one point: from it on, or up to it, headwise's own path runs.
+
+    `torch.compile` evaluates this while tracing, so that a graph keeps the points it was traced with.
+    """
+    return _CURRENT.get().points[name].size
+
+
+takeover_size._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - torch reads it
+
+
+@contextmanager
+def assume_points(points: TakeoverPoints) -> Iterator[None]:
+    """Let choices go by these points inside the context, in all threads: for tests, and for calls as on other machines.
+
+    >>> with assume_points(points_of_class("x86-avx2")):
+    ...     takeover_size("bf16_matmul")
+    inf
+    """
+    previous, _CURRENT.assumed = _CURRENT.assumed, points
+    try:
+        yield
+    finally:
+        _CURRENT.assumed = previous
+
+
+def machine_notes() -> list[str]:
+    """What the machine can do, where the take-over points come from, and what is wrong with its threads."""
+    machine = this_machine()
+    notes = machine.notes(torch.get_num_threads())
+    return [f"machine: {machine.describe()}", *current_points().describe(), *notes]
+
+
+def forget_points() -> None:
+    """Read the calibration again at the next choice: after a new one was stored."""
+    _CURRENT.by_threads.clear()
+
+
+def _find_points(machine: MachineCapabilities, threads: int) -> TakeoverPoints:
+    if chosen := os.environ.get(CLASS_VARIABLE):
+        if chosen not in MACHINE_CLASSES:
+            raise ValueError(f"{CLASS_VARIABLE} is {chosen!r}; use one of {', '.join(MACHINE_CLASSES)}")
+        return points_of_class(chosen)
+    table = points_of_class(machine.machine_class, threads)
+    calibration, problem = calibration_file.read_calibration(machine, threads)
+    if calibration is None:
+        return TakeoverPoints(table.machine_class, table.points, None, problem)
+    measured = {name: TakeoverPoint(size, "this machine") for name, size in calibration.points.items()}
+    return TakeoverPoints(table.machine_class, dict(table.points) | measured, calibration)
