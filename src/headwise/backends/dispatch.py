@@ -182,7 +182,11 @@ def check_backend_name(name: str | None) -> None:
 
 def preference_order(call: CallSignature) -> list[str]:
     """The names of all backends, the preferred first."""
-    return sorted(BACKENDS, key=lambda name: _is_last_resort(name, call))
+    names = sorted(BACKENDS, key=lambda name: _is_last_resort(name, call))
+    if flex.is_preferred(call):
+        names.remove("flex")
+        names.insert(names.index("block_sparse"), "flex")
+    return names
 
 
 def unsupported_reasons_by_backend(call: CallSignature) -> dict[str, list[str]]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from ..interfaces import Mix, ValueStep
+from ..interfaces import Mix, ScoreStep, ValueStep
 from ..interfaces.core_types import CallSize, Probe
-from ..masking.sequence_info import AttentionMask
+from ..masking.patterns import Causal, Full
+from ..masking.sequence_info import AttentionMask, SequenceInfo
 from ..parts.dot_product import Dot
 from ..parts.softmax import Softmax
 from ..parts.weight_dropout import WeightDropout
@@ -60,6 +62,15 @@ def _unsupported_device_reasons(call: CallSignature) -> list[str]:
     return reasons
 
 
+def is_preferred(call: CallSignature) -> bool:
+    """Whether it comes before every other fused call: on CUDA, for patterns that hide keys and for score steps.
+
+    One kernel skips the hidden blocks and computes the steps, where others loop over blocks in Python or store a bias.
+    """
+    has_steps = any(isinstance(part, ScoreStep) for _, part in call.spec.parts())
+    return call.device == "cuda" and (has_steps or call.spec.pattern not in (Full(), Causal()))
+
+
 tensor_conflicts = no_tensor_conflicts
 slower_reasons = never_slower
 
@@ -85,20 +96,12 @@ def attend(
     call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
     """Per-head outputs o_BTHV."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
     batch = q.shape[0]
-    (query_position, query_segment), (key_position, key_segment) = (
-        (sequence.position.expand(batch, -1), sequence.segment.expand(batch, -1))
-        for sequence in (attention_mask.queries, attention_mask.keys)
+    query_position, key_position = (
+        sequence.position.expand(batch, -1) for sequence in (attention_mask.queries, attention_mask.keys)
     )
-
-    def allowed(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        same_segment = (query_segment[b, t] == key_segment[b, s]) & (key_segment[b, s] >= 0)
-        return same_segment & attention_mask.pattern.allows(query_position[b, t], key_position[b, s])
-
-    blocks = create_block_mask(allowed, batch, None, q.shape[2], k.shape[2], device=str(q.device))
+    blocks = block_mask(attention_mask, batch, str(q.device))
     score_steps = [(step, p, step.query_factors(inputs.query_context, p)) for step, p in steps.elementwise]
 
     def score(s: Tensor, b: Tensor, h: Tensor, t: Tensor, n: Tensor) -> Tensor:
@@ -113,6 +116,70 @@ def attend(
     return o_BHTV.transpose(1, 2)
 
 
+MAX_CACHED_MASKS = 64  # the cache is cleared when it holds as many
+_MASK_CACHE: dict[tuple[object, ...], Any] = {}
+
+
+def block_mask(attention_mask: AttentionMask, batch: int, device: str) -> Any:
+    """The blocks of pairs that a pattern allows, as FlexAttention's `BlockMask`.
+
+    Sequences of consecutive positions share one mask for all rows, which is kept for later calls of these lengths; for
+    others the mask is kept with the positions of the queries, so that the layers of a model make it once.
+    """
+    queries, keys, pattern = attention_mask.queries, attention_mask.keys, attention_mask.pattern
+    if torch.compiler.is_compiling():
+        return _make_block_mask(_pairs_by_tensors(attention_mask, batch), batch, attention_mask, device)
+    if queries.start is None or keys.start is None:
+        for plan in queries.backend_plans:
+            if isinstance(plan, _SequenceBlockMask) and plan.keys is keys and plan.key == (pattern, batch, device):
+                return plan.mask
+        mask = _make_block_mask(_pairs_by_tensors(attention_mask, batch), batch, attention_mask, device)
+        queries.backend_plans.append(_SequenceBlockMask(keys, (pattern, batch, device), mask))
+        return mask
+    query_start, key_start = queries.start, keys.start
+    key = pattern.text, query_start, queries.count, key_start, keys.count, device
+    mask = _MASK_CACHE.get(key)  # looked up once, because another thread may clear the cache at any time
+    if mask is None:
+        if len(_MASK_CACHE) >= MAX_CACHED_MASKS:
+            _MASK_CACHE.clear()
+
+        def allowed(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+            return pattern.allows(t + query_start, s + key_start)
+
+        mask = _MASK_CACHE[key] = _make_block_mask(allowed, None, attention_mask, device)
+    return mask
+
+
+class _SequenceBlockMask(NamedTuple):
+    """A block mask that is kept with the positions of its queries."""
+
+    keys: SequenceInfo
+    key: tuple[object, ...]
+    mask: Any
+
+
+def _pairs_by_tensors(attention_mask: AttentionMask, batch: int) -> Callable[..., Tensor]:
+    """Whether a pair is allowed, by the positions and segments of both tokens."""
+    (query_position, query_segment), (key_position, key_segment) = (
+        (sequence.position.expand(batch, -1), sequence.segment.expand(batch, -1))
+        for sequence in (attention_mask.queries, attention_mask.keys)
+    )
+
+    def allowed(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        same_segment = (query_segment[b, t] == key_segment[b, s]) & (key_segment[b, s] >= 0)
+        return same_segment & attention_mask.pattern.allows(query_position[b, t], key_position[b, s])
+
+    return allowed
+
+
+def _make_block_mask(
+    allowed: Callable[..., Tensor], batch: int | None, attention_mask: AttentionMask, device: str
+) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(allowed, batch, None, attention_mask.queries.count, attention_mask.keys.count, device)
+
+
 _COMPILED_KERNELS: dict[str, Any] = {}
 
 
@@ -122,9 +189,13 @@ def _run_compiled(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> T
 
     if torch.compiler.is_compiling():
         return cast(Tensor, flex_attention(q, k, v, **options))
-    if "flex" not in _COMPILED_KERNELS:
-        _COMPILED_KERNELS["flex"] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    # Each length compiles its own kernel, because the CPU code generator fails on symbolic lengths. The compiler's
-    # default limit of 8 recompilations is too low for that.
+    kind = q.device.type
+    if kind not in _COMPILED_KERNELS:
+        # On the CPU each length compiles its own kernel, because the code generator fails on symbolic lengths. On CUDA
+        # the second length compiles a kernel for all lengths.
+        _COMPILED_KERNELS[kind] = torch.compile(
+            flex_attention, dynamic=False if kind == "cpu" else None, fullgraph=True
+        )
+    # The compiler's default limit of 8 recompilations is too low for a kernel per length.
     with torch._dynamo.config.patch(recompile_limit=128):
-        return _COMPILED_KERNELS["flex"](q, k, v, **options)
+        return _COMPILED_KERNELS[kind](q, k, v, **options)
