@@ -23,10 +23,10 @@ COMPILED := compile and not slow
 PARALLEL := -n 2 --dist worksteal
 QUICK := not slow and not compile and not anchors and not gpu and not lengthy
 
-.PHONY: help demo install web check format fast test slow gpu mutate bench docs clean broken
+.PHONY: help demo install web check format fast test slow gpu mutate bench gpu-bench docs clean broken
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */\1\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 10
 
 demo: install  ## a trained translator: its heads in pictures, half of them removed; about a minute
 	@$(BIN)/headwise demo
@@ -65,6 +65,10 @@ mutate: $(STAMP)  ## mutation testing: every guard, then a seeded sample of chan
 
 bench: $(STAMP)  ## benchmark against other libraries and the machine's limits
 	@$(BIN)/headwise bench
+
+gpu-bench: $(STAMP)  ## run every backend on a GPU, and fill the table of docs/gpu.md
+	@$(BIN)/python -m benchmarks.gpu
+	@$(BIN)/python tools/build_docs.py
 
 docs: $(STAMP)  ## update the generated parts of README.md and docs/
 	@$(BIN)/python tools/build_docs.py

@@ -210,10 +210,12 @@ def compare_paths(case: BenchmarkCase, name: str, max_seconds: float, clock: Cal
     chosen, runs = alternatives(case.ours)
     runs = {"chosen": case.ours, **runs}
     seconds, differs, started = dict[str, float](), dict[str, str](), time.perf_counter()
-    expected = case.ours()
-    is_repeatable = not describe_difference(expected, case.ours(), 0.0)  # not if a cache grows, or a step trains
+    expected = list_tensors(case.ours())
+    is_repeatable = not describe_difference(
+        expected, list_tensors(case.ours()), 0.0
+    )  # not if a cache grows, or a step trains
     for label, run in runs.items():
-        result = run()
+        result = list_tensors(run())
         is_compared = is_repeatable and case.tolerance is not None
         how = describe_difference(expected, result, max(TOLERANCE, case.tolerance or 0)) if is_compared else ""
         differs |= {label: how} if how else {}
@@ -227,6 +229,13 @@ def compare_paths(case: BenchmarkCase, name: str, max_seconds: float, clock: Cal
                 break
             seconds[label] = min(seconds[label], time_calls(runs[label], calls[label], clock))
     return RowChoice(name, chosen, seconds, differs)
+
+
+def list_tensors(result: Any) -> list[Any]:
+    """The numbers and tensors of a result; gradients of parameters without any are left out."""
+    if isinstance(result, (tuple, list)):
+        return [tensor for item in result for tensor in list_tensors(item)]
+    return [] if result is None else [result]
 
 
 @compile_when_called()

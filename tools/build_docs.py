@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import re
 import sys
@@ -214,6 +215,24 @@ def benched() -> str:
     import benchmark_pages
 
     return benchmark_pages.benchmarks_page()
+
+
+@generates
+def gpu_runs() -> str:
+    """What `make gpu-bench` measured, if it has run on a GPU."""
+    path = ROOT / "docs" / "gpu.json"
+    if not path.exists():
+        return "No GPU has run these calls yet: there is no docs/gpu.json."
+    data, rows = json.loads(path.read_text()), []
+    for row in data["rows"]:
+        cells = [row["layer"], row["dtype"], f"`{row['backend']}`"]
+        if "failed" in row:
+            rows.append([*cells, row["failed"], "-", "-"])
+        else:
+            error = f"{row['error']:.1e}{'' if row['is_right'] else ', wrong'}"
+            rows.append([*cells, f"{row['seconds'] * 1e3:.2f} ms", error, "yes" if row["waits"] else "no"])
+    head = ["layer", "dtype", "backend", f"{data['tokens']:,} tokens, forward", "error", "waits for the GPU"]
+    return f"{data['device']}, torch {data['torch']}\n\n{table(head, rows)}"
 
 
 @generates

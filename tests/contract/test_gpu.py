@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 def on_cuda(spec, dtype, one=False, grad=False) -> list[str]:
     """The backends that run this spec there."""
-    job = CallSignature(spec, spec.form(one).core(spec), "cuda", dtype, grad, one)
+    job = CallSignature(spec, spec.core_of(spec.projection_form(one)), "cuda", dtype, grad, one)
     return [name for name, backend in BACKENDS.items() if not backend.unsupported_reasons(job)]
 
 

@@ -194,9 +194,23 @@ class RingCache(SlotCache):
             self._write_entry(entry, slot, 1)
             self.tokens.position[:, slot : slot + 1] = at.position
             self.tokens.segment[:, slot : slot + 1] = 0
+        elif self.uniform and at.start == before:
+            self._write_uniform(entry, at, before)
         else:
             self._write(entry, at, self._slot(at))
         return (self.entry, self._stored_tokens()) if at.count == 1 else (visible, sequence)
+
+    def _write_uniform(self, entry: KVEntry, at: SequenceInfo, start: int) -> None:
+        """Write consecutive tokens of all rows, those that stay in the cache; no value is read from the device."""
+        stop = start + at.count
+        opening = torch.arange(start, max(start, min(self.first, stop)), device=self.device)
+        recent = torch.arange(max(start, self.first, stop - self.last), stop, device=self.device)
+        column = torch.cat([opening, recent]) - start
+        slot = torch.cat([opening, self.first + (recent - self.first) % self.last])
+        for name, new in self._to_storage(entry).items():
+            self.entry[name][:, slot] = new[:, column].to(self.entry[name].dtype)
+        self.tokens.position[:, slot] = at.position[:, column]
+        self.tokens.segment[:, slot] = 0
 
     def _slots_in_order(self, at: SequenceInfo) -> tuple[Tensor | slice, int | None]:
         """Slots ordered by position, and the position of the first; all slots and None if rows are not uniform."""
