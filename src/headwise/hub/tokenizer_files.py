@@ -137,16 +137,18 @@ def _read_image_processor(folder: Path, model_spec: ModelSpec) -> dict[str, Any]
     size = {"size": (patches.rows * patches.high, patches.columns * patches.wide)}
     if not config.get("do_normalize", True):
         return size | {"mean": (0.0,) * patches.channels, "deviation": (1.0,) * patches.channels}
-    statistics = {"mean": config.get("image_mean"), "deviation": config.get("image_std")}
+    statistics: dict[str, Any] = {"mean": config.get("image_mean"), "deviation": config.get("image_std")}
     if any(value is None for value in statistics.values()):
         return {}
-    for name, value in statistics.items():
-        values = value if isinstance(value, list) else [value] * patches.channels
-        numbers = [float(number) for number in values if isinstance(number, int | float) and not isinstance(number, bool)]
-        if not len(numbers) == len(values) == patches.channels:
-            raise SpecError(f"{path}: {value!r} is not one number for each of {patches.channels} channels; correct it")
-        statistics[name] = tuple(numbers)
-    return size | statistics
+    return size | {name: _read_channels(path, value, patches.channels) for name, value in statistics.items()}
+
+
+def _read_channels(path: Path, value: Any, channels: int) -> tuple[float, ...]:
+    """A number for each channel, from a list or from one number for all."""
+    values: list[Any] = value if isinstance(value, list) else [value] * channels
+    if len(values) != channels or not all(type(number) in (int, float) for number in values):
+        raise SpecError(f"{path}: {value!r} is not one number for each of {channels} channels; correct it")
+    return tuple(float(number) for number in values)
 
 
 def _is_scaled_to_one(config: Mapping[str, Any]) -> bool:
