@@ -18,6 +18,16 @@ REMOTE_CODE_KEYS = (
     "trust_remote_code",
     "custom_pipelines",
 )  # these keys would run code shipped with the weights
+# Keys for the number of heads.
+HEAD_COUNT_KEYS = (
+    "num_attention_heads",
+    "num_heads",
+    "n_head",
+    "n_heads",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+)
+KV_COUNT_KEYS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 # Names of activations in transformers -> names in headwise.
 ACTIVATIONS = {
     **dict.fromkeys(("gelu", "gelu_python"), "gelu"),

@@ -11,7 +11,9 @@ correct as with eager. Purely causal masks carry a mark and are not read, becaus
 from __future__ import annotations
 
 import sys
+from abc import abstractmethod
 from collections.abc import Sequence
+from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -30,6 +32,9 @@ from ..kernels.launch import has_kernels
 MIN_TRANSFORMERS = (5, 3)  # before, a config could make transformers run code from the Hub (CVE-2026-4372)
 MODELS_MODULE = "transformers.modeling_utils"
 CAUSAL_MARK = "_hides_what_is_ahead"
+# Arguments of continuous batching that are for its cache and for its choice of tokens.
+PAGED_OPTIONS = ("read_index", "write_index", "block_table", "logits_indices", "logits_processor_args")
+BATCHING_PACKAGE = "transformers.generation.continuous_batching"
 
 
 def attention_forward(
@@ -40,6 +45,9 @@ def attention_forward(
     Computes the weights [B, heads, T, S] explicitly with a soft cap or sinks; else calls torch's fused function, with
     the heads of a KV group as rows if there is a single query, or a headwise kernel where that is faster.
     """
+    if (cache := options.pop("cache", None)) is not None:  # continuous batching: requests packed into one row
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options)
+        options = {name: option for name, option in options.items() if name not in PAGED_OPTIONS}
     inputs = inputs_of_call(BACKEND_NAME, module, (query, key, value, attention_mask), options)
     queries, keys = query.shape[2], key.shape[2]
     if inputs.unsupported:
@@ -76,6 +84,35 @@ def register_backend() -> None:
 
     AttentionInterface.register(BACKEND_NAME, attention_forward)
     AttentionMaskInterface.register(BACKEND_NAME, make_mask)
+    AttentionInterface.register(f"paged|{BACKEND_NAME}", attention_forward)  # its name before transformers 5.23
+    allow_continuous_batching()
+
+
+def allow_continuous_batching() -> None:
+    """Let `generate_batch` of transformers run with "headwise"; it accepts its own implementations only.
+
+    Its check of the implementation is skipped for "headwise", which gets the explicit masks that "paged|eager" gets.
+    """
+    api: Any
+    inputs: Any
+    api, inputs = (sys.modules.get(f"{BATCHING_PACKAGE}.{name}") for name in ("continuous_api", "input_outputs"))
+    manager: Any = getattr(api, "ContinuousBatchingManager", None)
+    check = getattr(manager, "switch_to_cb_friendly_attn", None)
+    is_mask_needed = getattr(inputs, "attn_mask_is_needed", None)
+    if check is None or is_mask_needed is None or hasattr(check, "__wrapped__"):
+        return
+
+    @wraps(check)
+    def switch_unless_ours(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        if model.config._attn_implementation != BACKEND_NAME:
+            check(self, model, *args, **kwargs)
+
+    @wraps(is_mask_needed)
+    def is_mask_needed_or_ours(config: Any) -> bool:
+        return config._attn_implementation == BACKEND_NAME or is_mask_needed(config)
+
+    manager.switch_to_cb_friendly_attn = switch_unless_ours
+    inputs.attn_mask_is_needed = is_mask_needed_or_ours
 
 
 def register_on_import() -> None:
@@ -86,13 +123,22 @@ def register_on_import() -> None:
         sys.meta_path.insert(0, TransformersImportHook())
 
 
-class TransformersImportHook(MetaPathFinder):
-    """Import hook that registers the backend when transformers' models are imported."""
+class ModuleImportHook(MetaPathFinder):
+    """Base class of import hooks that call `register` once, after a module was imported."""
+
+    @property
+    @abstractmethod
+    def module(self) -> str:
+        """Full name of the module to wait for."""
+
+    @abstractmethod
+    def register(self) -> None:
+        """Register with the module that was imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path, target) if fullname == MODELS_MODULE else None
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == self.module else None
         if spec is not None and spec.loader is not None:
             self._register_after(spec.loader)
         return spec
@@ -103,9 +149,20 @@ class TransformersImportHook(MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             run(module)
             sys.meta_path.remove(self)
-            register_backend()
+            self.register()
 
         loader.exec_module = exec_module
+
+
+class TransformersImportHook(ModuleImportHook):
+    """Import hook that registers the backend when transformers' models are imported."""
+
+    @property
+    def module(self) -> str:
+        return MODELS_MODULE
+
+    def register(self) -> None:
+        register_backend()
 
 
 def _attend_sdpa(inputs: AttentionInputs, qkv: tuple[Tensor, Tensor, Tensor], dropout: float) -> Tensor:

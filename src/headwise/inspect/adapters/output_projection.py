@@ -347,11 +347,12 @@ def _projection_path(path: str, name: str) -> str:
 def _names_softmax(module: nn.Module) -> bool:
     """Whether the code of a module or of its submodules names a softmax function."""
     codes = [
-        getattr(one, "__code__", None)
+        getattr(unwrap(one), "__code__", None)
         for part in module.modules()
         for cls in type(part).__mro__
         if cls.__module__.partition(".")[0] != "torch"
         for one in vars(cls).values()
+        if callable(one)
     ]
     named = any(name in SOFTMAX_NAMES for code in codes if code is not None for name in code.co_names)
     return named or any(type(part).__name__.lower() in SOFTMAX_NAMES for part in module.modules())

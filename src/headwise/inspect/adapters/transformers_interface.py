@@ -150,6 +150,8 @@ def _unsupported_options(name: str, arguments: Mapping[str, Any], mask: object) 
         key for key, value in arguments.items() if key not in KNOWN_OPTIONS and isinstance(value, torch.Tensor)
     ]:
         return f"the layer also gets {', '.join(unknown)}"
+    if arguments.get("cache") is not None:
+        return "its keys and values are in the paged cache of continuous batching"
     if isinstance(mask, Tensor) and mask.dim() != 4:
         return f"its mask has {mask.dim()} axes"
     return "" if mask is None or isinstance(mask, Tensor) else f"its mask is a {type(mask).__name__}"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ... import models
 from ...errors import SpecError
 from ...families import get_weight_names, read_model_spec, write_config
-from ...families.config_reader import find_differences
+from ...families.config_reader import HEAD_COUNT_KEYS, KV_COUNT_KEYS, find_differences
 from ...families.weight_names import find_unnamed_weight
 from ...files import TEMPORARY, sha256
 from ...hub.checkpoint_weights import INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder
@@ -31,16 +31,6 @@ from . import resized_modules as resized
 from .load_check import LoadCheck, check_load
 from .shard_rewrite import CanonicalForm, ShardRewrite, fsync_file, to_canonical_form, write_shards
 
-# Config keys for the number of heads. The head dimension never changes.
-HEAD_COUNT_KEYS = (
-    "num_attention_heads",
-    "num_heads",
-    "n_head",
-    "n_heads",
-    "encoder_attention_heads",
-    "decoder_attention_heads",
-)
-KV_COUNT_KEYS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 ATTENTION_NAMES = {"attention": "attention", "cross": "cross-attention"}
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from itertools import islice, product
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +16,7 @@ from torch import nn
 
 from ...errors import SpecError
 from ...families import read_model_spec
+from ...families.config_reader import HEAD_COUNT_KEYS, KV_COUNT_KEYS
 from ...families.weight_names import CheckpointPlan
 from ...files import sha256
 from ...hub.pretrained_models import CONFIG_FILE
@@ -45,21 +49,20 @@ def list_module_changes(folder: Path, rewrite: ShardRewrite) -> list[ModuleChang
     """Return candidate changes by module, likely ones first: one for each interpretation of the integer attributes."""
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     model = _build_hf_model(folder)
-    names = _map_tensor_names(model, rewrite)
+    names, converted = _map_tensor_names(model, rewrite)
     locations = list(_locate_attentions(rewrite, names, read_model_spec(config)))
     changes = ModuleChanges({location.module_path: {} for location in locations})
     for name, shape in _shapes(model, names, rewrite).items():
+        if name in converted:  # without heads, else _map_tensor_names raises
+            continue
         module, _, leaf = names[name].rpartition(".")
         changes.setdefault(module, {}).setdefault("shapes", {})[leaf] = list(shape)
     for host, columns in _table_columns(rewrite, names, locations):
         changes[host]["columns"] = columns
     modules = dict(model.named_modules())
     for location in locations:
-        if location.after is None:
-            changes[location.module_path]["constant"] = {
-                "output_weight": location.output_weight,
-                "has_cache": _has_cache(modules[location.module_path], location),
-            }
+        own, module = changes[location.module_path], modules[location.module_path]
+        own |= _forward_changes(module, location, rewrite, has_columns="columns" in own)
     candidates = list[ModuleChanges]()
     return_counts = RETURN_COUNTS if any("constant" in change for change in changes.values()) else RETURN_COUNTS[:1]
     for return_count, numbers in islice(product(return_counts, _list_new_numbers(modules, locations)), MAX_CANDIDATES):
@@ -95,8 +98,11 @@ def _build_hf_model(folder: Path) -> nn.Module:
 # --- tensor names --------------------------------------------------------------------------------------
 
 
-def _map_tensor_names(model: Any, rewrite: ShardRewrite) -> dict[str, str]:
-    """Return the transformers name of every tensor in the files; raise if transformers would convert its values."""
+def _map_tensor_names(model: Any, rewrite: ShardRewrite) -> tuple[dict[str, str], set[str]]:
+    """Return the transformers name of every tensor in the files, and the tensors that transformers converts.
+
+    Raises SpecError if it would convert a tensor with heads. Experts are stacked, for example.
+    """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -105,7 +111,7 @@ def _map_tensor_names(model: Any, rewrite: ShardRewrite) -> dict[str, str]:
             "cannot read the tensor names of this version of transformers. Install transformers 5.0 or later"
         ) from None
 
-    model_tensors, names = model.state_dict(), dict[str, str]()
+    model_tensors, names, converted_names = model.state_dict(), dict[str, str](), set[str]()
     steps = get_model_conversion_mapping(model)
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
@@ -118,10 +124,12 @@ def _map_tensor_names(model: Any, rewrite: ShardRewrite) -> dict[str, str]:
         names[name], converted = rename_source_key(name, renamings, converters, model.base_model_prefix, model_tensors)
         if converted is not None and rewrite.plan_name(name) in paths_with_heads:
             raise SpecError(f"transformers converts {name} to another layout when loading")
+        converted_names |= set() if converted is None else {name}
     # A tensor missing in the model gets the path of its module's other tensors, which includes the trunk's name.
     modules = {_parent_path(name): _parent_path(new) for name, new in names.items() if new in model_tensors}
     missing = [name for name, new in names.items() if new not in model_tensors and _parent_path(name) in modules]
-    return names | {name: f"{modules[_parent_path(name)]}.{name.rpartition('.')[2]}" for name in missing}
+    names |= {name: f"{modules[_parent_path(name)]}.{name.rpartition('.')[2]}" for name in missing}
+    return names, converted_names
 
 
 def _parent_path(name: str) -> str:
@@ -215,7 +223,10 @@ def _fixed_widths(spec: AttentionSpec) -> set[int]:
 def _list_new_numbers(
     modules: Mapping[str, nn.Module], locations: Sequence[AttentionLocation]
 ) -> Iterator[dict[str, dict[str, int]]]:
-    """Yield new attribute values by module path, one dictionary per interpretation of the current values."""
+    """Yield new attribute values by module path, one dictionary per interpretation of the current values.
+
+    Those that follow from the sizes come first, then those in which a number is equal to one of them by chance.
+    """
     if uneven := [
         location.site for location in locations if location.after and not location.after.heads.is_evenly_grouped
     ]:
@@ -230,7 +241,12 @@ def _list_new_numbers(
         if row.location.after:
             rows.setdefault((type(modules[row.path]).__name__, row.name), []).append(row)
     ambiguous = [(name, choices) for (_, name), numbers in rows.items() if (choices := _interpret_numbers(numbers))]
-    for chosen in product(*(choices for _, choices in ambiguous)):
+    strict = [choices for _, choices in ambiguous]
+    loose = [choices if {} in choices else [*choices, {}] for choices in strict]
+    by_chance = (
+        chosen for chosen in product(*loose) if any(c not in own for c, own in zip(chosen, strict, strict=True))
+    )
+    for chosen in chain(product(*strict), by_chance):
         new_values = dict[str, dict[str, int]]()
         for (name, _), choice in zip(ambiguous, chosen, strict=True):
             for path, value in choice.items():
@@ -263,6 +279,69 @@ def _interpret_numbers(rows: Sequence[ModuleNumber]) -> list[dict[str, int]]:
     if choices and {} not in choices and all(row.value in _fixed_widths(row.location.before) for row in rows):
         choices.append({})
     return [] if choices == [{}] else choices
+
+
+def _forward_changes(
+    module: nn.Module, location: AttentionLocation, rewrite: ShardRewrite, *, has_columns: bool
+) -> dict[str, Any]:
+    """Changes to what the forward method of an attention computes or reads."""
+    if location.after is None:
+        has_cache = _has_cache(module, location)
+        return {"constant": {"output_weight": location.output_weight, "has_cache": has_cache}}
+    has_own_bias = has_columns or location.site.endswith(".cross")
+    own_bias = {"own_position_bias": True} if has_own_bias and _takes(module, "position_bias") else {}
+    slopes = _kept_slopes(module, location, rewrite)
+    return (
+        _config_values(module, location, location.after) | _kept_outputs(location, location.after) | own_bias | slopes
+    )
+
+
+def _config_values(module: nn.Module, location: AttentionLocation, after: AttentionSpec) -> dict[str, Any]:
+    """Numbers of heads that the forward of a module reads from the config of the model, with their new values."""
+    config, names = getattr(module, "config", None), _names_read_from_config(type(module))
+    counts = dict.fromkeys(HEAD_COUNT_KEYS, (location.before.heads.q, after.heads.q))
+    counts |= dict.fromkeys(KV_COUNT_KEYS, (location.before.heads.kv, after.heads.kv))
+    values = {
+        name: new
+        for name, (old, new) in counts.items()
+        if name in names and old != new and getattr(config, name, None) == old
+    }
+    return {"config": values} if values else {}
+
+
+def _names_read_from_config(kind: type[nn.Module]) -> set[str]:
+    """Attributes of `self.config` in the methods of a class, except for `__init__`."""
+    source = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    methods = [node for node in ast.walk(source) if isinstance(node, ast.FunctionDef) and node.name != "__init__"]
+    attributes = [node for method in methods for node in ast.walk(method) if isinstance(node, ast.Attribute)]
+    return {node.attr for node in attributes if isinstance(node.value, ast.Attribute) and node.value.attr == "config"}
+
+
+def _takes(module: nn.Module, argument: str) -> bool:
+    return argument in inspect.signature(type(module).forward).parameters
+
+
+def _kept_outputs(location: AttentionLocation, after: AttentionSpec) -> dict[str, Any]:
+    """The query heads that the output matrix reads, if a norm over all heads needs others too."""
+    keep = list(after.score_head_of_output)
+    if location.output_weight is None or keep == list(range(after.heads.q)):
+        return {}
+    return {"outputs": {"weight": location.output_weight, "keep": keep, "dim": after.heads.vdim}}
+
+
+def _kept_slopes(module: nn.Module, location: AttentionLocation, rewrite: ShardRewrite) -> dict[str, Any]:
+    """The rows of the model's position biases that a layer reads, if they are not all, in order."""
+    constants = [
+        (key, param)
+        for key, param in location.before.params().items()
+        if param.layout.axes == ("q",) and not param.trainable
+    ]
+    if not _takes(module, "alibi") or not constants:
+        return {}
+    ((key, param),) = constants
+    usual = param.init(location.before.shapes()[key]).tolist()
+    keep = [usual.index(slope) for slope in rewrite.form.tensors[f"{location.site}.{key}"].tolist()]
+    return {"slopes": {"heads": len(usual), "keep": keep}} if keep != list(range(len(usual))) else {}
 
 
 # --- tables shared by layers ---------------------------------------------------------------------------
