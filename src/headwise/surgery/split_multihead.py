@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import SpecError
+
+CALL = signature(nn.MultiheadAttention.forward)
 
 
 class SplitMultiheadAttention(nn.Module):
@@ -43,30 +46,24 @@ class SplitMultiheadAttention(nn.Module):
         self.out_proj = _make_linear(original.out_proj.weight, original.out_proj.bias)
         self.train(original.training)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Outputs and weights as of nn.MultiheadAttention; `is_causal` needs an `attn_mask`, as there."""
-        if is_causal and attn_mask is None:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Outputs and weights for the arguments of nn.MultiheadAttention; `is_causal` needs an `attn_mask`."""
+        call = CALL.bind(self, *args, **kwargs)
+        call.apply_defaults()
+        options = call.arguments
+        query, attn_mask, is_batched = options["query"], options["attn_mask"], options["query"].dim() == 3
+        if options["is_causal"] and attn_mask is None:
             raise ValueError("is_causal=True needs attn_mask; give the causal mask")
-        is_batched = query.dim() == 3
-        q, k, v = (self._split(one, is_batched) for one in self._project(query, key, value))
+        q, k, v = (self._split(one, is_batched) for one in self._project(query, options["key"], options["value"]))
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-        weights = (scores + self._bias(scores, attn_mask, key_padding_mask, is_batched)).softmax(-1)
+        bias = self._bias(scores, attn_mask, options["key_padding_mask"], is_batched)
+        weights = (scores + bias).softmax(-1)
         heads = F.dropout(weights, self.dropout, self.training) @ v
         y = self.out_proj(heads.transpose(1, 2).flatten(2))
         y = y if self.batch_first and is_batched else y.transpose(0, 1) if is_batched else y[0]
-        if not need_weights:
+        if not options["need_weights"]:
             return y, None
-        weights = weights.mean(1) if average_attn_weights else weights
+        weights = weights.mean(1) if options["average_attn_weights"] else weights
         return y, weights if is_batched else weights[0]
 
     def _project(self, *inputs: Tensor) -> tuple[Tensor, ...]:
