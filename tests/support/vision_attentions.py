@@ -25,20 +25,21 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_heads, self.head_dim, self.scale = HEADS, DIM, DIM**-0.5
+        self.num_heads, self.head_dim, self.attn_dim, self.scale = HEADS, DIM, WIDE, DIM**-0.5
         self.qkv = nn.Linear(WIDE, 3 * WIDE)
         self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
         self.attn_drop, self.proj, self.proj_drop = nn.Dropout(0.0), nn.Linear(WIDE, WIDE), nn.Dropout(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, wide = x.shape
-        q, k, v = self.qkv(x).reshape(batch, tokens, 3, HEADS, DIM).permute(2, 0, 3, 1, 4).unbind(0)
+        batch, tokens, _ = x.shape
+        y = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim)
+        q, k, v = y.permute(2, 0, 3, 1, 4).unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
         if self.fused:
             z = F.scaled_dot_product_attention(q, k, v)
         else:
             z = self.attn_drop((q * self.scale @ k.transpose(-2, -1)).softmax(dim=-1)) @ v
-        return self.proj_drop(self.proj(z.transpose(1, 2).reshape(batch, tokens, wide)))
+        return self.proj_drop(self.proj(z.transpose(1, 2).reshape(batch, tokens, self.attn_dim)))
 
 
 class FusedAttention(Attention):
@@ -108,7 +109,7 @@ class AttentionCl(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shape = x.shape[:-1]
-        q, k, v = self.qkv(x).view(x.shape[0], -1, HEADS, 3 * DIM).transpose(1, 2).chunk(3, dim=3)
+        q, k, v = self.qkv(x).view(x.shape[0], -1, self.num_heads, 3 * DIM).transpose(1, 2).chunk(3, dim=3)
         z = ((q * self.scale) @ k.transpose(-2, -1)).softmax(dim=-1) @ v
         return self.proj(z.transpose(1, 2).reshape(*shape, -1))
 

@@ -12,42 +12,58 @@ import torch
 import headwise as hw
 from headwise.errors import SpecError
 from headwise.head_analysis.annotated_examples import Example
-from headwise.surgery import AttentionConversion, HeadRanking, Pool, ToMHA, ToMixtureOfHeads
-from headwise.surgery.conversion import ToCollaborative, ToLatent
+from headwise.surgery import AttentionConversion, HeadRanking, Pool
+from headwise.surgery.conversion import ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
 from headwise.surgery.hf_export import load_check
 from headwise.surgery.hf_export.model_folder import write_model_folder
-from support.transformers_models import FALLBACK, WIDE, WORDS, ZOO, TransformersModel
+from support.transformers_models import FALLBACK, LLAMA, WIDE, WORDS, ZOO, TransformersModel
 
-FORMS = {"one key-value head": 1, "latent": ToLatent(), "collaborative": ToCollaborative(16)}
+FORMS = {
+    "one key-value head": 1,
+    "latent": ToLatent(),
+    "collaborative": ToCollaborative(16),
+    "one key-value head per query head": ToMHA(),
+    "mixture of heads": ToMixtureOfHeads(1, 1, HeadRanking("random")),
+}
 PER_HEAD = "transforms the queries and keys of each head"
+ROUTED = "needs queries of different lengths"
 CONCATENATED = "have no form for concatenated heads"
 PLAIN, RESIZED, OURS = "transformers", "resized", "ours"
 # What each family becomes in each form: the kind of its folder, or the reason why it cannot take the form.
 RESULTS = {
-    "bert": (RESIZED, OURS, OURS),
-    "roberta": (RESIZED, OURS, OURS),
-    "gpt2": (OURS, OURS, OURS),  # queries, keys and values in one tensor with equal parts
-    "neox": (OURS, OURS, PER_HEAD),
-    "llama": (PLAIN, OURS, PER_HEAD),
-    "qwen3": (PLAIN, CONCATENATED, PER_HEAD),
-    "mistral": (PLAIN, OURS, PER_HEAD),
-    "gemma2": (PLAIN, OURS, PER_HEAD),
-    "gemma3": (PLAIN, CONCATENATED, PER_HEAD),
-    "gpt-oss": (PLAIN, OURS, PER_HEAD),
-    "t5": (OURS, OURS, OURS),
-    "bart": (RESIZED, OURS, OURS),
-    "marian": (RESIZED, OURS, OURS),
-    "vit": (RESIZED, OURS, OURS),
-    "deepseek": ("needs one key-value head per query head", "with project Latent", "with project Latent"),
-    "olmo2": ("cannot reorder heads", CONCATENATED, PER_HEAD),
-    "phi3": (PLAIN, OURS, PER_HEAD),
-    "gptj": (OURS, OURS, PER_HEAD),
-    "bloom": (OURS, OURS, OURS),
+    "bert": (RESIZED, OURS, OURS, PLAIN, OURS),
+    "roberta": (RESIZED, OURS, OURS, PLAIN, OURS),
+    "gpt2": (OURS, OURS, OURS, PLAIN, OURS),  # queries, keys and values in one tensor with equal parts
+    "neox": (OURS, OURS, PER_HEAD, PLAIN, OURS),
+    "llama": (PLAIN, OURS, PER_HEAD, PLAIN, OURS),
+    "qwen3": (PLAIN, CONCATENATED, PER_HEAD, PLAIN, ROUTED),
+    "mistral": (PLAIN, OURS, PER_HEAD, PLAIN, OURS),
+    "gemma2": (PLAIN, OURS, PER_HEAD, PLAIN, OURS),
+    "gemma3": (PLAIN, CONCATENATED, PER_HEAD, PLAIN, ROUTED),
+    "gpt-oss": (PLAIN, OURS, PER_HEAD, PLAIN, OURS),
+    "t5": (RESIZED, OURS, OURS, PLAIN, OURS),
+    "bart": (RESIZED, OURS, OURS, PLAIN, OURS),
+    "marian": (RESIZED, OURS, OURS, PLAIN, OURS),
+    "vit": (RESIZED, OURS, OURS, PLAIN, OURS),
+    "deepseek": (
+        "needs one key-value head per query head",
+        "with project Latent",
+        "with project Latent",
+        PLAIN,
+        "needs queries with heads.dim channels",
+    ),
+    "olmo2": ("cannot reorder heads", CONCATENATED, PER_HEAD, PLAIN, OURS),
+    "phi3": (PLAIN, OURS, PER_HEAD, PLAIN, OURS),
+    "gptj": (OURS, OURS, PER_HEAD, PLAIN, OURS),
+    "bloom": (OURS, OURS, OURS, PLAIN, OURS),
+    "mixtral": (PLAIN, OURS, PER_HEAD, PLAIN, OURS),
 }
 NEOX = {"hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES = {
     **ZOO,
     **FALLBACK,
+    "mixtral": TransformersModel("MixtralForCausalLM", "MixtralConfig", LLAMA | EXPERTS, "o_proj"),
     "neox": TransformersModel("GPTNeoXForCausalLM", "GPTNeoXConfig", NEOX | {"vocab_size": WORDS}, "dense"),
 }
 NOT_LOADED = {"whisper", "falcon", "deberta-v2", "longformer"}  # headwise.load refuses their weights
@@ -59,7 +75,7 @@ def test_the_table_has_every_family():
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", RESULTS)
-def test_a_converted_model_is_a_folder_or_a_refusal(family: str, form: str, tmp_path: Path):
+def test_a_converted_model_is_a_folder_or_a_refusal(family: str, form: str, tmp_path: Path, here: None):
     expected = RESULTS[family][list(FORMS).index(form)]
     torch.manual_seed(0)
     FAMILIES[family].build("eager").save_pretrained(tmp_path / "source")
@@ -70,28 +86,23 @@ def test_a_converted_model_is_a_folder_or_a_refusal(family: str, form: str, tmp_
         return
     done = hw.convert(net, FORMS[form])
     written = write_model_folder(done.after, tmp_path / "source", tmp_path / "new", {"operation": "convert"})
-    assert written.kind == expected, written.sentence
+    assert written.kind == expected, written.summary
     loaded = hw.load(tmp_path / "new").state_dict()
     for name, tensor in done.after.state_dict().items():
         torch.testing.assert_close(loaded[name], tensor, msg=name)
 
 
-# The other forms: "folder", or the reason of the refusal. Loading by transformers is not tested again here.
+# Ways of pooling that read examples: "" for a folder, or the reason of the refusal. transformers does not load them again.
 OTHER_FORMS: dict[str, AttentionConversion] = {
     "two key-value heads": Pool(2),
     "two aligned ones": Pool(2, align="both"),
     "two of similar ones": Pool(2, grouping="similar"),
-    "one key-value head for each head": ToMHA(),
-    "routed": ToMixtureOfHeads(1, 2, HeadRanking("random")),
 }
 ONE_FOR_EACH = "Latent needs one key-value head per query head, not kv=2; use kv=4"
 ORDER = "cannot reorder heads"
-NO_NORM = "needs queries of different lengths, unlike qk_norm; use router='learned'"
 OTHER_REFUSALS = {
-    "deepseek": (ONE_FOR_EACH, ONE_FOR_EACH, ONE_FOR_EACH, "", "unlike Latent; use 'learned'"),
-    "olmo2": (ORDER, ORDER, ORDER, "", ""),
-    "qwen3": ("", "", "", "", NO_NORM),
-    "gemma3": ("", "", "", "", NO_NORM),
+    "deepseek": (ONE_FOR_EACH,) * 3,
+    "olmo2": (ORDER,) * 3,
 }
 
 
@@ -126,10 +137,6 @@ def test_every_other_form_is_a_folder_or_a_refusal(monkeypatch, family: str, for
     assert heads[0] == heads[1]
     for name, tensor in done.after.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], tensor, msg=name)
-    if not OTHER_FORMS[form].is_exact:
-        return
-    inputs = random_examples(net)[0].inputs
-    torch.testing.assert_close(loaded(**inputs), net(**inputs))
 
 
 @pytest.mark.lengthy

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import hashlib
 import importlib.util
-import io
 import json
 import os
 import shutil
@@ -35,7 +34,7 @@ from headwise.surgery.attention_replacement import (
     remove_heads,
     replace_attentions,
 )
-from headwise.surgery.hf_export import load_check, model_folder, resized_modules
+from headwise.surgery.hf_export import model_folder, resized_modules
 from headwise.surgery.hf_export.shard_rewrite import replace_specs, to_canonical_form
 from support.transformers_models import FALLBACK, LLAMA, ZOO, TransformersModel, run_model, transformers
 
@@ -46,33 +45,6 @@ MIXTRAL = TransformersModel(
 )
 MODELS = {**ZOO, "bloom": FALLBACK["bloom"], "gptj": FALLBACK["gptj"], "mixtral": MIXTRAL}
 transformers.utils.logging.disable_progress_bar()
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders are tried in this process: one of their own takes seconds to begin."""
-
-    def run_program(command: list[str]) -> load_check.LoadCheck:
-        program, string_io = command[4].replace('sys.modules["headwise"] = None', ""), io.StringIO()
-        with monkeypatch.context() as patch, contextlib.redirect_stdout(string_io):
-            patch.setattr(sys, "argv", ["-c", *command[5:]])
-            exec(compile(program, "driver", "exec"), {})
-        return judged(command, string_io.getvalue())
-
-    judged = _judging(load_check._run_loader)
-    monkeypatch.setattr(load_check, "_run_loader", run_program)
-
-
-def _judging(function: Callable[[list[str]], load_check.LoadCheck]) -> Callable[[list[str], str], load_check.LoadCheck]:
-    """What is made of the output of a process, without one."""
-
-    def judged(command: list[str], value: str) -> load_check.LoadCheck:
-        with pytest.MonkeyPatch.context() as patch:
-            done = subprocess.CompletedProcess(command, 0, value, "")
-            patch.setattr(load_check.subprocess, "run", lambda *_, **__: done)
-            return function(command)
-
-    return judged
 
 
 def source(name: str, folder: Path, **keys: Any) -> Transformer:

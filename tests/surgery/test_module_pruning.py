@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
+from headwise.errors import SpecError
+from headwise.surgery.split_multihead import SplitMultiheadAttention
+from support.vision_attentions import CASES as VISION_CASES, DIM as VISION_DIM, WIDE as VISION_WIDE
 
 WIDE, HEADS, KV, DIM = 10, 6, 3, 4
 
@@ -165,9 +168,11 @@ def test_models_that_cannot_be_pruned_are_refused():
     model, x = build(lambda: Fused(False), FUSED)
     with pytest.raises(ValueError, match=r"model\.eval"):
         hw.prune_module(model.train(), [(0, 0)], x)
-    hw.declare(model[0], heads=HEADS, output="proj")
+    other, _ = build(Grouped, GROUPED)
+    hw.declare(other[0], heads=HEADS, output="last")
     with pytest.raises(ValueError, match=r"not declared; call hw.declare\(module, hw.AttentionSite"):
-        hw.prune_module(model.eval(), [(0, 0)], x)
+        hw.prune_module(other.eval(), [(0, 0)], x)
+    model.eval()
     tied = Tied().eval()
     for layer in tied:
         hw.declare(layer, FUSED)
@@ -200,3 +205,142 @@ def test_a_declaration_that_does_not_fit_the_module_is_refused(name: str):
     assert hw.sites(nn.Sequential(module)) == []
     with pytest.raises(ValueError, match="leave them out"):
         hw.declare(module, site, heads=3)
+
+
+# --- Modules of vision libraries that nobody declared ----------------------------------------------------
+
+VISION_HEAD = 3 * VISION_DIM * (VISION_WIDE + 1) + VISION_DIM * VISION_WIDE
+
+
+@pytest.mark.parametrize(("name", "removed"), [
+    ("timm vit", VISION_HEAD), ("timm deit", VISION_HEAD), ("timm maxvit", VISION_HEAD),
+    ("vit-pytorch", VISION_HEAD - 3 * VISION_DIM),
+])  # fmt: skip
+@torch.no_grad()
+def test_modules_of_vision_libraries_are_pruned_without_a_declaration(name: str, removed: int):
+    """Rows of the fused projection lie by projection, or by head in MaxViT; vit-pytorch's has no bias."""
+    model, x = VISION_CASES[name].build()
+    expected = copy.deepcopy(model)
+    weight = expected[1].get_submodule(VISION_CASES[name].projection).weight
+    weight[:, VISION_DIM : 2 * VISION_DIM] = 0
+    pruned = hw.prune_module(model, [(1, 1)], x)
+    assert pruned.removed_params == removed
+    assert torch.allclose(pruned.after(x), expected(x), atol=1e-5)
+    assert sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in pruned.after.parameters()) == removed
+    assert [site.heads for site in hw.sites(pruned.after)] == [3, 2]
+
+
+def test_a_module_whose_norm_joins_heads_is_not_pruned():
+    model, x = VISION_CASES["timm eva02"].build()
+    with pytest.raises(SpecError, match=r"cannot run|differs from the ablated one"):
+        hw.prune_module(model, [(1, 1)], x)
+
+
+# --- nn.MultiheadAttention ---------------------------------------------------------------------------------
+
+MHA_WIDE, MHA_HEADS, MHA_DIM = 15, 3, 5
+MHA_HEAD = 3 * MHA_DIM * (MHA_WIDE + 1) + MHA_DIM * MHA_WIDE
+
+
+def ablate_by_weights(attention: nn.MultiheadAttention, head: int) -> None:
+    attention.out_proj.weight.data[:, head * MHA_DIM : (head + 1) * MHA_DIM] = 0
+
+
+def make_transformer(batch_first: bool) -> nn.Transformer:
+    torch.manual_seed(0)
+    sizes = {"num_encoder_layers": 2, "num_decoder_layers": 2, "dim_feedforward": 17}
+    model = nn.Transformer(MHA_WIDE, MHA_HEADS, **sizes, batch_first=batch_first, dropout=0.1).eval()
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) / 4
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@torch.no_grad()
+def test_an_encoder_on_nested_tensors_is_pruned():
+    """torch packs padded rows into nested tensors in eval mode, which only its fused layers take."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(10, 2, 7, batch_first=True), 2).eval()
+    expected, x = copy.deepcopy(model), torch.randn(2, 5, 10)
+    assert expected.use_nested_tensor
+    expected.layers[1].self_attn.out_proj.weight[:, 5:] = 0
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    pruned = hw.prune_module(model, [(1, 1)], x).after
+    both = [one(x, src_key_padding_mask=padding)[~padding] for one in (pruned, expected)]
+    assert torch.allclose(*both, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+@pytest.mark.parametrize("batch_first", [True, False])
+@torch.no_grad()
+def test_heads_of_nn_transformer_are_pruned(batch_first: bool):
+    """Encoder, decoder and cross attention, with causal and padding masks, against output columns of zeros."""
+    model, expected = make_transformer(batch_first), make_transformer(batch_first)
+    source, target = (torch.randn(2, n, MHA_WIDE).transpose(0, 1) for n in (7, 5))
+    if batch_first:
+        source, target = source.transpose(0, 1), target.transpose(0, 1)
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[1, 4:] = True
+    masks = {"tgt_mask": nn.Transformer.generate_square_subsequent_mask(5), "src_key_padding_mask": padding}
+    masks |= {"memory_key_padding_mask": padding, "tgt_is_causal": True}
+    sites = {site.path: site.name for site in hw.sites(model)}
+    places = {
+        "encoder.layers.1.self_attn": 0, "decoder.layers.0.self_attn": 2, "decoder.layers.0.multihead_attn": 1,
+    }  # fmt: skip
+    for path, head in places.items():
+        ablate_by_weights(expected.get_submodule(path), head)
+    pruned = hw.prune_module(model, [(sites[path], head) for path, head in places.items()], (source, target))
+    assert pruned.removed_params == 3 * MHA_HEAD
+    actual = pruned.after(source, target, **masks)
+    assert torch.allclose(actual, expected(source, target, **masks), atol=1e-5)
+    assert not torch.allclose(actual, model(source, target, **masks), atol=1e-3)
+    again = hw.prune_module(pruned.after, [(sites["encoder.layers.1.self_attn"], 0)], (source, target))
+    ablate_by_weights(expected.get_submodule("encoder.layers.1.self_attn"), 1)
+    assert torch.allclose(again.after(source, target, **masks), expected(source, target, **masks), atol=1e-5)
+
+
+ATTENTION_CALLS = {
+    "plain": {},
+    "weights of heads": {"average_attn_weights": False},
+    "no weights": {"need_weights": False},
+    "causal": {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1), "is_causal": True},
+    "added": {"attn_mask": torch.linspace(-1, 1, 25).view(5, 5)},
+    "mask for each head": {"attn_mask": torch.linspace(-2, 1, 150).view(6, 5, 5)},
+    "padding": {"key_padding_mask": torch.tensor([[False] * 5, [False] * 3 + [True] * 2])},
+}
+
+
+@pytest.mark.parametrize("widths", [{}, {"kdim": 4, "vdim": 6}, {"bias": False}])
+@pytest.mark.parametrize("call", ATTENTION_CALLS)
+def test_split_attention_equals_that_of_torch(call: str, widths: dict[str, int]):
+    torch.manual_seed(1)
+    attention = nn.MultiheadAttention(MHA_WIDE, MHA_HEADS, batch_first=True, **widths).eval()
+    split = SplitMultiheadAttention(attention)
+    wide = (MHA_WIDE, widths.get("kdim", MHA_WIDE), widths.get("vdim", MHA_WIDE))
+    inputs = [torch.randn(2, 5, channels) for channels in wide]
+    expected, actual = attention(*inputs, **ATTENTION_CALLS[call]), split(*inputs, **ATTENTION_CALLS[call])
+    assert torch.allclose(actual[0], expected[0], atol=1e-5)
+    assert (actual[1] is None) == (expected[1] is None)
+    if expected[1] is not None:
+        assert torch.allclose(actual[1], expected[1], atol=1e-5)
+    if call in ("plain", "weights of heads"):
+        one, other = (layer(*(x[0] for x in inputs), **ATTENTION_CALLS[call]) for layer in (attention, split))
+        assert torch.allclose(one[0], other[0], atol=1e-5)
+        assert torch.allclose(one[1], other[1], atol=1e-5)
+
+
+def test_attention_with_added_keys_is_refused():
+    model = nn.Sequential(Wrapped(nn.MultiheadAttention(MHA_WIDE, MHA_HEADS, add_zero_attn=True))).eval()
+    with pytest.raises(SpecError, match="add_zero_attn"):
+        hw.prune_module(model, [(0, 1)], torch.randn(4, 2, MHA_WIDE))
+
+
+class Wrapped(nn.Module):
+    """Self-attention by an nn.MultiheadAttention."""
+
+    def __init__(self, attention: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]

@@ -9,8 +9,9 @@ architecture, also in its cache.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch.nn.functional as F
@@ -67,34 +68,29 @@ def _wrap_setter(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _wrap_forward(original: Callable[..., Any], rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+    call_signature = signature(original)
+
     @wraps(original)
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.config._attn_implementation != BACKEND_NAME:
-            return original(self, hidden_states, *args, **kwargs)
-        return _attend(self, rotate, hidden_states, *args, **kwargs)
+            return original(self, *args, **kwargs)
+        call = call_signature.bind(self, *args, **kwargs)
+        call.apply_defaults()
+        return _attend(self, rotate, call.arguments)
 
     return forward
 
 
 def _attend(
-    module: Any,
-    rotate: Callable[..., tuple[Tensor, Tensor]],
-    hidden_states: Tensor,
-    alibi: Tensor | None,
-    attention_mask: Tensor | None,
-    *args: Any,
-    layer_past: Any = None,
-    output_attentions: bool = False,
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
-    **kwargs: Any,
+    module: Any, rotate: Callable[..., tuple[Tensor, Tensor]], arguments: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """Forward of FalconAttention; the mask contains the position biases of `alibi` already."""
-    q, k, v = _split_heads(module, module.query_key_value(hidden_states))
+    alibi, attention_mask = arguments["alibi"], arguments["attention_mask"]
+    q, k, v = _split_heads(module, module.query_key_value(arguments["hidden_states"]))
     if alibi is None:
-        assert position_embeddings is not None
-        q, k = rotate(q, k, *position_embeddings)
-    if layer_past is not None:
-        k, v = layer_past.update(k, v, module.layer_idx)
+        q, k = rotate(q, k, *arguments["position_embeddings"])
+    if arguments["layer_past"] is not None:
+        k, v = arguments["layer_past"].update(k, v, module.layer_idx)
     dropout = module.attention_dropout.p if alibi is not None and module.training else 0.0
     if has_hooks():  # the functions that sites trace, with all heads
         repeats = q.shape[1] // k.shape[1]
@@ -103,8 +99,9 @@ def _attend(
         weights = F.softmax(scores if attention_mask is None else scores + attention_mask, dim=-1).to(v.dtype)
         o = (F.dropout(weights, dropout) @ v).transpose(1, 2)
     else:
-        options = {"scaling": module.inv_norm_factor, "dropout": dropout, "output_attentions": output_attentions}
-        o, weights = attention_forward(module, q, k, v, attention_mask, is_causal=False, **options)
+        options = {"scaling": module.inv_norm_factor, "dropout": dropout, "is_causal": False}
+        options["output_attentions"] = arguments["output_attentions"]
+        o, weights = attention_forward(module, q, k, v, attention_mask, **options)
     return module.dense(o.flatten(2)), weights
 
 

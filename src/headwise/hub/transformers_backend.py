@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from inspect import unwrap
 from types import ModuleType
 from typing import Any
 
@@ -99,7 +100,7 @@ def allow_continuous_batching() -> None:
     manager: Any = getattr(api, "ContinuousBatchingManager", None)
     check = getattr(manager, "switch_to_cb_friendly_attn", None)
     is_mask_needed = getattr(inputs, "attn_mask_is_needed", None)
-    if check is None or is_mask_needed is None or hasattr(check, "__wrapped__"):
+    if check is None or is_mask_needed is None or unwrap(check) is not check:
         return
 
     @wraps(check)

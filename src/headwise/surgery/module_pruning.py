@@ -7,7 +7,7 @@ the model, which is then compared with the ablated original on an example.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,10 +18,13 @@ from ..errors import SpecError
 from ..inspect.ablation import HeadRef, ablate, group_by_site
 from ..inspect.adapters.declarations import AttentionSite, declare, get_declaration, get_output_width
 from ..inspect.adapters.output_projection import NUM_HEADS_NAMES, NUM_KV_HEADS_NAMES
+from ..inspect.adapters.usual_projections import propose_sites
 from ..inspect.attention_sites import find_attention
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import prepare_inputs
+from ..inspect.site import Site
 from .pruning_plan import HeadId
+from .split_multihead import split_multihead
 
 TOLERANCE = 1e-4  # largest difference from the ablated model, relative to the largest output
 
@@ -80,7 +83,7 @@ class HeadCut(NamedTuple):
 
 
 def prune_module(model: nn.Module, heads: Iterable[HeadRef], example: Any) -> ModulePruning:
-    """Return a copy of any model without these heads, at sites whose projections are declared.
+    """Return a copy of any model without these heads, at sites whose projections are declared or have usual names.
 
     A head is (layer, head) or (site name, head), as for `hw.ablate`. `example` is an input of the model, on which the
     copy must equal the ablated model; it is an error if it does not, for example because another parameter has heads
@@ -109,37 +112,67 @@ def prune_module(model: nn.Module, heads: Iterable[HeadRef], example: Any) -> Mo
     if not removed:
         raise SpecError("no head would be removed; name heads as (layer, head)")
     by_name = {site_module.site.name: site_module for site_module in site_modules}
-    cuts = {by_name[name].site.path: _make_cut(model, by_name, name, dropped) for name, dropped in removed.items()}
-    after = copy.deepcopy(model)
-    removed_params = 0
+    choices = {name: list(_list_projections(model, by_name[name].site)) for name in removed}
+    names = tuple((name, head) for name, dropped in removed.items() for head in sorted(dropped))
+    first_error: SpecError | None = None
+    for number in range(max(map(len, choices.values()))):
+        sites = {name: own[min(number, len(own) - 1)] for name, own in choices.items()}
+        try:
+            cuts = {
+                by_name[name].site.path: _make_cut(model, by_name, name, (sites[name], removed[name]))
+                for name in removed
+            }
+            after, removed_params = _cut_copy(model, cuts)
+            return ModulePruning(after, names, removed_params, _compare_with_ablated(model, after, names, example))
+        except SpecError as error:
+            first_error = first_error or error
+    assert first_error is not None
+    raise first_error
+
+
+def _list_projections(model: nn.Module, site: Site) -> Iterator[AttentionSite]:
+    """The declared projections of a site, or those that its names and sizes allow; raises if there are none."""
+    module = model.get_submodule(site.path)
+    if isinstance(module, nn.MultiheadAttention):
+        yield AttentionSite("q_proj", "k_proj", "v_proj", "out_proj", heads=module.num_heads)
+        return
+    declaration = get_declaration(module)
+    declared = declaration.projections if declaration is not None else None
+    proposed = [declared] if declared is not None else list(propose_sites(module, site.heads, site.kv or site.heads))
+    if not proposed:
+        raise SpecError(
+            f"cannot prune {site.name}: its projections are not declared; call "
+            "hw.declare(module, hw.AttentionSite(q=..., k=..., v=..., out=..., heads=...))"
+        )
+    if declared is not None and not site.prune.possible:
+        raise SpecError(f"cannot prune {site.name}: {site.prune.reason}")
+    yield from proposed
+
+
+def _cut_copy(model: nn.Module, cuts: Mapping[str, HeadCut]) -> tuple[nn.Module, int]:
+    """A copy of a model with these cuts, and the number of parameters removed."""
+    after, removed_params = copy.deepcopy(model), 0
     for path, cut in cuts.items():
-        module = after.get_submodule(path)
+        module = split_multihead(after, path)
         before = sum(parameter.numel() for parameter in module.parameters())
         counted = count_removed_params(module, cut)
         _cut_module(module, cut)
         if before - sum(parameter.numel() for parameter in module.parameters()) != counted:
             raise SpecError(f"cannot prune {path}: its projections are also used elsewhere in it; untie them first")
         removed_params += counted
-    names = tuple((name, head) for name, dropped in removed.items() for head in sorted(dropped))
-    difference = _compare_with_ablated(model, after, names, example)
-    return ModulePruning(after, names, removed_params, difference)
+    return after, removed_params
 
 
-def _make_cut(model: nn.Module, by_name: Mapping[str, SiteModule], name: str, removed: Iterable[int]) -> HeadCut:
-    """The cut of one site; raises if its projections are not declared or are shared with other modules."""
-    site_module = by_name[name]
-    site, module = site_module.site, model.get_submodule(site_module.site.path)
-    declaration = get_declaration(module)
-    projections = declaration.projections if declaration is not None else None
-    if projections is None:
-        raise SpecError(
-            f"cannot prune {name}: its projections are not declared; call "
-            "hw.declare(module, hw.AttentionSite(q=..., k=..., v=..., out=..., heads=...))"
-        )
-    if not site.prune.possible:
-        raise SpecError(f"cannot prune {name}: {site.prune.reason}")
+def _make_cut(
+    model: nn.Module, by_name: Mapping[str, SiteModule], name: str, change: tuple[AttentionSite, Iterable[int]]
+) -> HeadCut:
+    """The cut of one site by its projections and removed heads; raises if other modules share its weights."""
+    site, (projections, removed) = by_name[name].site, change
+    module = model.get_submodule(site.path)
     names = (projections.q, projections.k, projections.v, projections.out)
-    tensors = {id(parameter) for child in names for parameter in module.get_submodule(child).parameters()}
+    is_multihead = isinstance(module, nn.MultiheadAttention)
+    owners = [module] if is_multihead else [module.get_submodule(child) for child in names]
+    tensors = {id(parameter) for owner in owners for parameter in owner.parameters()}
     used = [path for path, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in tensors]
     if shared := [path for path in used if not path.startswith(f"{site.path}." if site.path else "")]:
         raise SpecError(f"cannot prune {name}: {shared[0]} has the same weights; untie them first")
