@@ -191,23 +191,105 @@ assert HEAD_MIXING_KERNELS.is_usable(torch.float32) and STATE.failed
     assert not run.returncode, run.stderr
 
 
-def test_kernels_run_without_a_writable_cache_and_warn_once(tmp_path):
-    code = f"""
-import os, warnings
+NO_CACHE = f"""
+import os, sys, tempfile, warnings
+from pathlib import Path
 os.environ["HEADWISE_KERNELS"] = "auto"
-from numba.core.caching import CacheImpl
-CacheImpl._locator_classes = []  # no folder can be written
 import torch
+from headwise.kernels.compilation import STATE
 from headwise.kernels.small_batch_ops import SMALL_BATCH_KERNELS, rms_norm
+def check():
+    assert rms_norm(torch.full((1, 16), 3.0), None, 0.0).tolist() == [[1.0] * 16]
+    assert [str(w.message) for w in caught] == [{NO_CACHE_WARNING!r}], [str(w.message) for w in caught]
+"""
+WITH_TEMPORARY_FOLDER = """
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    assert not SMALL_BATCH_KERNELS.is_usable(torch.float32), "the first call waits for no kernel"
+    [process] = STATE.running.values()
+    assert process.wait(240) == 0
+    assert SMALL_BATCH_KERNELS.is_usable(torch.float32)
+    check()
+assert all(kernel.cache_hits == 1 for kernel in SMALL_BATCH_KERNELS.compiled_functions.values())
+print(STATE.temporary_folder())
+"""
+WITHOUT_TEMPORARY_FOLDER = """
+tempfile.tempdir = os.environ["NUMBA_CACHE_DIR"]
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     assert SMALL_BATCH_KERNELS.is_usable(torch.float32)
-    y = rms_norm(torch.full((1, 16), 3.0), None, 0.0)
-assert y.tolist() == [[1.0] * 16]
-assert [str(w.message) for w in caught] == [{NO_CACHE_WARNING!r}], [str(w.message) for w in caught]
+    check()
+assert not STATE.running
 """
-    run = run_python(code, NUMBA_CACHE_DIR=str(tmp_path))
+
+
+@pytest.fixture
+def unwritable(tmp_path) -> dict[str, str]:
+    """Cache folders inside a file, which nobody can make, whatever the permissions of the tests are."""
+    (tmp_path / "file").touch()
+    return {name: str(tmp_path / "file" / "cache") for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")}
+
+
+@pytest.mark.lengthy
+def test_without_a_writable_cache_kernels_last_until_the_process_ends(unwritable):
+    run = run_python(NO_CACHE + WITH_TEMPORARY_FOLDER, **unwritable)
     assert not run.returncode, run.stderr
+    folder = Path(run.stdout.strip())
+    assert folder.name.startswith("headwise-")
+    assert not folder.exists()
+
+
+@pytest.mark.lengthy
+def test_without_any_writable_folder_the_call_compiles(unwritable):
+    run = run_python(NO_CACHE + WITHOUT_TEMPORARY_FOLDER, **unwritable)
+    assert not run.returncode, run.stderr
+
+
+SCALE = """
+import torch
+from headwise.kernels.small_batch_ops import SMALL_BATCH_KERNELS, scale_to_float32
+assert scale_to_float32(torch.full((1, 1, 16), 3.0), 2.0).tolist() == [[[6.0] * 16]]
+print(SMALL_BATCH_KERNELS.compiled_functions["scale_to_float32", torch.float32].cache_hits)
+"""
+
+
+def list_files(folder: Path, pattern: str) -> list[Path]:
+    return sorted(folder.rglob(pattern))
+
+
+def test_kernels_are_kept_in_the_users_cache_folder_and_not_in_the_package(tmp_path):
+    (tmp_path / "headwise" / "headwise-kernels-0").mkdir(parents=True)
+    (tmp_path / "headwise" / "headwise-kernels-1").mkdir()
+    os.utime(tmp_path / "headwise" / "headwise-kernels-0", (0, 0))  # unchanged for more than 30 days
+    folders = {"NUMBA_CACHE_DIR": "", "XDG_CACHE_HOME": str(tmp_path)}
+    before = list_files(Path(hw.__file__).parent, "*.nb[ic]")
+    runs = [run_python(SCALE, **folders) for _ in range(2)]
+    assert [run.stdout for run in runs] == ["0\n", "1\n"], runs[0].stderr + runs[1].stderr
+    assert list_files(Path(hw.__file__).parent, "*.nb[ic]") == before
+    kept, _ = sorted((tmp_path / "headwise").iterdir(), key=lambda folder: len(folder.name), reverse=True)
+    assert [path.suffix for path in list_files(kept, "*scale_to_float32*")] == [".nbc", ".nbi"]
+    assert not (tmp_path / "headwise" / "headwise-kernels-0").exists()
+
+
+@pytest.mark.parametrize("pattern", ["*.nbi", "*.nbc"])
+def test_damaged_files_in_the_cache_are_written_again(tmp_path, pattern: str):
+    assert run_python(SCALE, NUMBA_CACHE_DIR=str(tmp_path)).stdout == "0\n"
+    for path in list_files(tmp_path, pattern):
+        path.write_bytes(path.read_bytes()[:-20])
+    runs = [run_python(SCALE, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)]
+    assert [run.stdout for run in runs] == ["0\n", "1\n"], runs[0].stderr + runs[1].stderr
+
+
+def test_a_compilation_that_leaves_nothing_on_disk_is_not_repeated(monkeypatch):
+    started = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command) or EndedProcess())
+    state = CompilationState()
+    state.start("a")
+    assert not state.is_running("a")
+    assert not state.failed
+    state.start("a")
+    assert len(started) == 1
+    assert state.failed == {"a"}
 
 
 def test_runs_that_must_repeat_compile_first(monkeypatch):
@@ -261,6 +343,13 @@ def test_background_compilations_leave_a_core_free(monkeypatch):
     assert [command[-1] for command in started] == ["a", "b"]
     assert state.is_running("a")
     assert not state.is_running("c")
+
+
+class EndedProcess:
+    returncode = 0
+
+    def poll(self) -> int:
+        return 0
 
 
 class SleepingProcess:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import signal
@@ -64,10 +65,45 @@ def test_the_debug_build_names_an_access_outside(name: str, message: str):
     assert re.search("RuntimeError: .*" + message, run.stderr), run.stderr
 
 
-def test_only_argument_records_take_addresses_of_tensors():
-    pattern = re.compile(r"(?<!untyped_storage\(\))\.(data_ptr|buffer_info)\(")
-    found = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py") if pattern.search(path.read_text())}
-    assert found == {"kernels/kernel_args.py"}
+# Everything that turns memory into an address, or an address into memory, with the only file that may do it.
+ADDRESSES = {
+    r"(?<!untyped_storage\(\))\.data_ptr\(": {"kernels/kernel_args.py"},
+    r"\.buffer_info\(": {"kernels/kernel_args.py"},
+    r"addressof\(": {"kernels/memory_guard.py"},  # of the debug build's own table
+    r"inttoptr\(": {"kernels/memory_pointer.py"},
+    r"__(cuda_)?array_interface__|\.from_address\(|\.ctypes\.data|ctypes\.(cast|POINTER|memmove)\(": set(),
+    r"carray\(|farray\(|address_as_void_pointer|cffi": set(),
+}
+
+
+@pytest.mark.parametrize("pattern", ADDRESSES)
+def test_only_argument_records_take_addresses_of_tensors(pattern: str):
+    found = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py") if re.search(pattern, path.read_text())}
+    assert found == ADDRESSES[pattern]
+
+
+KERNEL_FILES = sorted(
+    path.name
+    for path in (SOURCES / "kernels").glob("*.py")
+    if re.search("^@(njit|extending.register_jitable)", path.read_text(), re.MULTILINE)
+    and path.name not in ("jit.py", "simd.py")  # the foundation, which computes nothing by itself
+)
+
+
+@pytest.mark.parametrize("name", KERNEL_FILES)
+def test_a_kernel_file_opens_with_its_maths_its_loop_order_and_plain_pytorch(name: str):
+    tree = ast.parse((SOURCES / "kernels" / name).read_text())
+    head = ast.get_docstring(tree) or ""
+    assert re.search(r"^ {4}\S", head, re.MULTILINE), "no formula"
+    assert "Loop order" in head
+    assert re.search(r"[Ii]n plain PyTorch[^`]*`\S", head.replace("\n", " "))
+
+
+def test_every_operation_has_a_kernel_file():
+    from headwise.kernels.__main__ import find_kernel_sets
+
+    assert {f"{kernels.module}.py" for kernels in find_kernel_sets()} <= set(KERNEL_FILES)
+    assert "gemm_kernel.py" in KERNEL_FILES
 
 
 # --- Argument records ----------------------------------------------------------------------------------

@@ -84,10 +84,13 @@ def sample(tests: Mapping[str, tuple[str, ...]], skipped: Mapping[Address, str],
 def run_tests(source: Path, module: str, tests: Sequence[str], time_limit: float | None) -> tuple[int | None, str]:
     """Exit status (None after the time limit) and output of pytest with the package imported from `source`."""
     args = ["-x", "-q", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)]
+    environment = {**os.environ, **TEST_ENVIRONMENT, "PYTHONPATH": str(source)}
+    if module.startswith("kernels/"):
+        environment["NUMBA_CACHE_DIR"] = str(source.parent / "cache")  # mutants leave nothing in the user's cache
     process = subprocess.Popen(
         [sys.executable, "-c", RUN_PYTEST, str(source), dotted(module), *args],
         cwd=ROOT,
-        env={**os.environ, **TEST_ENVIRONMENT, "PYTHONPATH": str(source)},
+        env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

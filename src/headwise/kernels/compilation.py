@@ -1,6 +1,7 @@
 """When kernels are compiled: by a background process while torch operations do the work, or by the first call.
 
-A kernel takes 1 to 15 seconds to compile, once per machine and version; Numba keeps the result on disk. The environment
+A kernel takes 1 to 15 seconds to compile, once per user and version; the result is kept on disk (`jit`). If the disk
+cannot be written, it is kept in a temporary folder until the process ends, and the user is told once. The environment
 variable HEADWISE_KERNELS, read once at import, chooses what a call does with a kernel that is not compiled yet:
 
 - `auto` (default): a background process compiles it, and until then the call uses torch operations. Their results
@@ -12,12 +13,14 @@ variable HEADWISE_KERNELS, read once at import, chooses what a call does with a 
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 
 POLICIES = ("auto", "wait", "off")
 NO_CACHE_WARNING = (
@@ -33,8 +36,10 @@ class CompilationState:
         self.setting = os.environ.get("HEADWISE_KERNELS", "auto")
         self.waiting = 0  # number of open `compile_when_called` contexts
         self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.started: set[str] = set()  # each at most once
         self.failed: set[str] = set()  # compiled by the call that needs them
         self.has_warned = False
+        self._temporary: TemporaryDirectory[str] | None = None
 
     @property
     def policy(self) -> str:
@@ -56,10 +61,19 @@ class CompilationState:
         return False
 
     def start(self, task: str) -> None:
-        """Start a process that runs `python -m headwise.kernels TASK`, unless one already runs on every spare core."""
+        """Start a process that runs `python -m headwise.kernels TASK`, unless one already runs on every spare core.
+
+        If it ran before, and the kernels still cannot be loaded, the task is added to `failed`.
+        """
         if len(self.running) >= max(1, (os.cpu_count() or 2) - 1):
             return
+        if task in self.started:
+            self.failed.add(task)
+            return
+        self.started.add(task)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HEADWISE_KERNELS": "wait"}
+        if self._temporary is not None:
+            environment["NUMBA_CACHE_DIR"] = self._temporary.name
         command = [sys.executable, "-m", "headwise.kernels", task]
         try:
             self.running[task] = subprocess.Popen(
@@ -72,6 +86,27 @@ class CompilationState:
             )
         except OSError:
             self.failed.add(task)
+
+    def temporary_folder(self) -> str | None:
+        """Return a folder for compiled kernels that is deleted when this process ends; warn about it once.
+
+        None if no temporary folder can be made.
+        """
+        self.warn_without_cache()
+        if self._temporary is None:
+            try:
+                self._temporary = TemporaryDirectory(prefix="headwise-", ignore_cleanup_errors=True)
+            except OSError:
+                return None
+            atexit.register(self.stop)  # runs before the folder is deleted
+        return self._temporary.name
+
+    def stop(self) -> None:
+        """End the background processes."""
+        for process in self.running.values():
+            process.kill()
+            process.wait()
+        self.running.clear()
 
     def warn_without_cache(self) -> None:
         """Warn once per process that compiled kernels cannot be kept."""

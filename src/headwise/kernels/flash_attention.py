@@ -106,7 +106,6 @@ def _finite(lse: Tensor) -> Tensor:
 # --- Kernel calls --------------------------------------------------------------------------------------
 
 QUERY_TILE_ROWS = 4 * SIMD_WIDTH  # queries per tile, which are the columns of a score tile
-GEMM_ROW_PADDING = 3  # extra rows that may be written, because products are computed four rows at a time
 FLASH_KEY_BLOCK_SIZE = 64  # keys whose scores are computed before their values are read
 
 
@@ -142,9 +141,8 @@ class FlashAttentionArgs(ParallelKernelArgs, is_checked=False):
     grad: TensorArg = None  # [B, T, H, vdim]
     num_query_rows: int = 0  # B T H
     d_q: TensorArg = None  # [parts, B, T, H, dim]
-    d_k: TensorArg = None  # [B, num_kv_heads, padded_keys, dim padded to whole vectors]
+    d_k: TensorArg = None  # [B, num_kv_heads, S, dim padded to whole vectors]
     d_v: TensorArg = None
-    padded_keys: int = 0  # S + GEMM_ROW_PADDING
 
 
 NUM_ROW_STATE_VECTORS = (
@@ -157,10 +155,9 @@ def flash_scratch_size(dim: int, vdim: int) -> int:
     return QUERY_TILE_ROWS * (
         NUM_ROW_STATE_VECTORS
         + 1
-        + 2 * (dim + GEMM_ROW_PADDING)
+        + 2 * dim
         + vdim
-        + GEMM_ROW_PADDING
-        + 2 * (FLASH_KEY_BLOCK_SIZE + GEMM_ROW_PADDING)
+        + 2 * FLASH_KEY_BLOCK_SIZE
         + round_up_to_simd(dim)
         + round_up_to_simd(vdim)
     )
@@ -266,16 +263,15 @@ def make_args(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, ...], scale
         v_key_stride=v.stride(1) * itemsize,
         v_head_stride=v.stride(2) * itemsize,
         num_query_rows=q.shape[:3].numel(),
-        padded_keys=keys + GEMM_ROW_PADDING,
     )
 
 
 def allocate_gradients(
     q: Tensor, k: Tensor, v: Tensor, num_parts: int, allocate: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the gradients: that of q once per part of the keys, those of k and v with padded rows."""
+    """Allocate the gradients: that of q once per part of the keys, those of k and v with rows of whole vectors."""
     batch, keys, groups, _ = k.shape
-    d_k, d_v = (t.new_empty(batch, groups, keys + GEMM_ROW_PADDING, round_up_to_simd(t.shape[3])) for t in (k, v))
+    d_k, d_v = (t.new_empty(batch, groups, keys, round_up_to_simd(t.shape[3])) for t in (k, v))
     return allocate(num_parts, *q.shape), d_k, d_v
 
 

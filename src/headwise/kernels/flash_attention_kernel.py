@@ -11,11 +11,12 @@ and finally o = O / l, lse = m + log l. Backward, with P = exp(S - lse) and D = 
 
 Loop order: forward, one work item is a tile of 64 queries of one key head and loops over key blocks. Backward, one
 work item is a part of the keys of one key head; it loops over query tiles, then over key blocks, so that only one
-thread adds to a key's gradients. Queries' gradients are summed over the parts afterwards. In plain PyTorch the forward
-kernel is `F.scaled_dot_product_attention` with the key ranges as a boolean mask.
+thread adds to a key's gradients. Queries' gradients are summed over the parts afterwards.
 
-All products are `gemm`: rows are accumulated four at a time, in tiles of up to 64 columns, so that 16 vector sums stay
-in registers. The left operand is read element by element and may have any strides.
+In plain PyTorch: `attend_key_ranges_reference` and `attend_key_ranges_backward_reference` of `flash_attention`, which
+equal `F.scaled_dot_product_attention` with the key ranges as a boolean mask.
+
+All products are `gemm` of `gemm_kernel`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import math
 from numba import extending, njit
 
 from . import simd
-from .flash_attention import FLASH_KEY_BLOCK_SIZE, GEMM_ROW_PADDING, NUM_ROW_STATE_VECTORS, QUERY_TILE_ROWS
+from .flash_attention import FLASH_KEY_BLOCK_SIZE, NUM_ROW_STATE_VECTORS, QUERY_TILE_ROWS
+from .gemm_kernel import gemm
 from .launch import SIMD_WIDTH
 from .simd import (
     fma,
@@ -43,120 +45,6 @@ from .simd import (
     vec_mul,
     vec_sub,
 )
-
-
-@njit
-def load_64(dtype, address):
-    """Load 64 adjacent elements as four vectors."""
-    step = simd.compute_itemsize(dtype) * SIMD_WIDTH
-    return (
-        load_vector(dtype, address),
-        load_vector(dtype, address + step),
-        load_vector(dtype, address + 2 * step),
-        load_vector(dtype, address + 3 * step),
-    )
-
-
-@njit
-def zeros_64(dtype):
-    """Return four vectors of zeros."""
-    zero = splat(simd.as_compute_scalar(dtype, 0))
-    return zero, zero, zero, zero
-
-
-@njit
-def axpy_64(x, factor, a):
-    """Return a + factor * x for 64 elements."""
-    factors = splat(factor)
-    return fma(x[0], factors, a[0]), fma(x[1], factors, a[1]), fma(x[2], factors, a[2]), fma(x[3], factors, a[3])
-
-
-@njit
-def store_64(dtype, to, a):
-    """Store 64 adjacent elements."""
-    step = simd.compute_itemsize(dtype) * SIMD_WIDTH
-    store_value(to, a[0])
-    store_value(to + step, a[1])
-    store_value(to + 2 * step, a[2])
-    store_value(to + 3 * step, a[3])
-
-
-@njit
-def gemm_4x64(dtype, to, a, b, depth, accumulate):
-    """Compute a tile of 4 rows and 64 columns over `depth` steps; add to the stored values if `accumulate`."""
-    (to, step), (a0, a1, a2, a3, a_step), (b, b_stride) = to, a, b
-    r0 = r1 = r2 = r3 = zeros_64(dtype)
-    if accumulate:
-        r0, r1, r2, r3 = (
-            load_64(dtype, to),
-            load_64(dtype, to + step),
-            load_64(dtype, to + 2 * step),
-            load_64(dtype, to + 3 * step),
-        )
-    for n in range(depth):
-        x, offset = load_64(dtype, b + b_stride * n), a_step * n
-        r0, r1 = axpy_64(x, load_scalar(dtype, a0 + offset), r0), axpy_64(x, load_scalar(dtype, a1 + offset), r1)
-        r2, r3 = axpy_64(x, load_scalar(dtype, a2 + offset), r2), axpy_64(x, load_scalar(dtype, a3 + offset), r3)
-    store_64(dtype, to, r0)
-    store_64(dtype, to + step, r1)
-    store_64(dtype, to + 2 * step, r2)
-    store_64(dtype, to + 3 * step, r3)
-
-
-@njit
-def gemm_4x16(dtype, to, a, b, depth, accumulate):
-    """Compute a tile of 4 rows and 16 columns over `depth` steps; add to the stored values if `accumulate`."""
-    (to, step), (a0, a1, a2, a3, a_step), (b, b_stride) = to, a, b
-    r0 = r1 = r2 = r3 = splat(simd.as_compute_scalar(dtype, 0))
-    if accumulate:
-        r0, r1, r2, r3 = (
-            load_vector(dtype, to),
-            load_vector(dtype, to + step),
-            load_vector(dtype, to + 2 * step),
-            load_vector(dtype, to + 3 * step),
-        )
-    for n in range(depth):
-        x, offset = load_vector(dtype, b + b_stride * n), a_step * n
-        r0, r1 = fma(x, splat(load_scalar(dtype, a0 + offset)), r0), fma(x, splat(load_scalar(dtype, a1 + offset)), r1)
-        r2, r3 = fma(x, splat(load_scalar(dtype, a2 + offset)), r2), fma(x, splat(load_scalar(dtype, a3 + offset)), r3)
-    store_value(to, r0)
-    store_value(to + step, r1)
-    store_value(to + 2 * step, r2)
-    store_value(to + 3 * step, r3)
-
-
-@njit
-def gemm_4_rows(dtype, to, a, b, shape, accumulate):
-    """Compute four rows of any width, in tiles of 64 columns, then of 16."""
-    (to, step), (b, b_stride), (columns, depth), size = to, b, shape, simd.compute_itemsize(dtype)
-    full_columns = columns // QUERY_TILE_ROWS * QUERY_TILE_ROWS
-    for c in range(0, full_columns * size, QUERY_TILE_ROWS * size):
-        gemm_4x64(dtype, (to + c, step), a, (b + c, b_stride), depth, accumulate)
-    for c in range(full_columns * size, columns * size, SIMD_WIDTH * size):
-        gemm_4x16(dtype, (to + c, step), a, (b + c, b_stride), depth, accumulate)
-
-
-@njit
-def gemm(dtype, to, a, b, shape, accumulate):
-    """Compute to = a b, or add it to `to` if `accumulate` is set.
-
-    `to` and `b` are pairs (address, bytes to the next row); `a` is (address, bytes to the next row, bytes to the next
-    step). `shape` is (rows, columns, steps), the columns a multiple of 16. Rows are computed in fours, so up to three
-    rows after the last are written (`GEMM_ROW_PADDING`).
-    """
-    (to, step), (a, a_stride, a_step), (rows, columns, depth) = to, a, shape
-    for m in range(0, rows, 4):
-        last_row = rows - m - 1  # rows after the last repeat the last
-        first = a + a_stride * m
-        a_rows = (
-            first,
-            first + a_stride * min(1, last_row),
-            first + a_stride * min(2, last_row),
-            first + a_stride * min(3, last_row),
-            a_step,
-        )
-        gemm_4_rows(dtype, (to + step * m, step), a_rows, b, (columns, depth), accumulate)
-
 
 # --- Forward pass --------------------------------------------------------------------------------------
 
@@ -321,7 +209,7 @@ def flash_forward(dtype, args, item, scratch):
     )
     step, batch_row, kv_head = size * QUERY_TILE_ROWS, load_int64(work_item) // groups, load_int64(work_item) % groups
     q = scratch + step * NUM_ROW_STATE_VECTORS
-    scores = q + step * (dim + GEMM_ROW_PADDING)
+    scores = q + step * dim
     sums = scores + step * FLASH_KEY_BLOCK_SIZE
     k = args.k + batch_row * args.k_row_stride + kv_head * args.k_head_stride
     v = args.v + batch_row * args.v_row_stride + kv_head * args.v_head_stride
@@ -332,7 +220,7 @@ def flash_forward(dtype, args, item, scratch):
         store_value(scratch + 2 * step + c, splat(simd.as_compute_scalar(dtype, -math.inf)))
         store_value(scratch + 4 * step + c, splat(simd.as_compute_scalar(dtype, args.scale)))
     scale_columns(dtype, q, dim, scratch + 4 * step)
-    clear_memory(dtype, sums, (vdim + GEMM_ROW_PADDING) * QUERY_TILE_ROWS)
+    clear_memory(dtype, sums, vdim * QUERY_TILE_ROWS)
     while start < stop:
         count = min(FLASH_KEY_BLOCK_SIZE, stop - start)
         qk_tile(dtype, args, k, q, scores, (start, count))
@@ -437,25 +325,25 @@ def backward_key_block(dtype, args, addresses, scratch, span, needs_mask):
         args.dim,
         args.vdim,
     )
-    step, padded_count = size * QUERY_TILE_ROWS, -(-count // 4) * 4
+    step = size * QUERY_TILE_ROWS
     q = scratch + step * NUM_ROW_STATE_VECTORS
-    grad = q + step * (dim + GEMM_ROW_PADDING)
-    scores = grad + step * (vdim + GEMM_ROW_PADDING)
-    grads = scores + step * (FLASH_KEY_BLOCK_SIZE + GEMM_ROW_PADDING)
-    d_q = grads + step * (FLASH_KEY_BLOCK_SIZE + GEMM_ROW_PADDING)
-    q_rows = d_q + step * (dim + GEMM_ROW_PADDING)
+    grad = q + step * dim
+    scores = grad + step * vdim
+    grads = scores + step * FLASH_KEY_BLOCK_SIZE
+    d_q = grads + step * FLASH_KEY_BLOCK_SIZE
+    q_rows = d_q + step * dim
     grad_rows = q_rows + step * round_up_to_simd(dim)
     qk_tile(dtype, args, k, q, scores, span)
     if needs_mask:
-        mask_scores(dtype, scores, scratch, start, padded_count)
-    recompute_weights(dtype, scores, scratch, padded_count)
+        mask_scores(dtype, scores, scratch, start, count)
+    recompute_weights(dtype, scores, scratch, count)
     row = size * round_up_to_simd(vdim)
     gemm(
         dtype,
         (d_v + row * start, row),
         (scores, step, size),
         (grad_rows, row),
-        (padded_count, round_up_to_simd(vdim), QUERY_TILE_ROWS),
+        (count, round_up_to_simd(vdim), QUERY_TILE_ROWS),
         True,
     )
     values = (
@@ -464,7 +352,7 @@ def backward_key_block(dtype, args, addresses, scratch, span, needs_mask):
         size,
     )
     gemm(dtype, (grads, step), values, (grad, step), (count, QUERY_TILE_ROWS, vdim), False)
-    grad_scores(dtype, scores, grads, scratch, padded_count)
+    grad_scores(dtype, scores, grads, scratch, count)
     keys = (
         k + args.k_key_stride * start,
         size,
@@ -477,7 +365,7 @@ def backward_key_block(dtype, args, addresses, scratch, span, needs_mask):
         (d_k + row * start, row),
         (grads, step, size),
         (q_rows, row),
-        (padded_count, round_up_to_simd(dim), QUERY_TILE_ROWS),
+        (count, round_up_to_simd(dim), QUERY_TILE_ROWS),
         True,
     )
 
@@ -492,9 +380,9 @@ def backward_query_tile(dtype, args, addresses, work_item, scratch):
     )
     step = size * QUERY_TILE_ROWS
     q = scratch + step * NUM_ROW_STATE_VECTORS
-    grad = q + step * (dim + GEMM_ROW_PADDING)
-    d_q = grad + step * (vdim + GEMM_ROW_PADDING) + 2 * step * (FLASH_KEY_BLOCK_SIZE + GEMM_ROW_PADDING)
-    q_rows = d_q + step * (dim + GEMM_ROW_PADDING)
+    grad = q + step * dim
+    d_q = grad + step * vdim + 2 * step * FLASH_KEY_BLOCK_SIZE
+    q_rows = d_q + step * dim
     start, stop, common_begin, common_end = load_key_ranges(dtype, args, work_item, scratch)
     if start >= stop:
         return
@@ -506,8 +394,7 @@ def backward_query_tile(dtype, args, addresses, work_item, scratch):
     for n in range(0, step * round_up_to_simd(dim), size * SIMD_WIDTH):
         store_value(q_rows + n, vec_mul(load_vector(dtype, q_rows + n), load_vector(dtype, scratch + 4 * step)))
     load_rows(dtype, args, work_item, args.grad, vdim, q_rows + step * round_up_to_simd(dim))
-    clear_memory(dtype, d_q, QUERY_TILE_ROWS * (dim + GEMM_ROW_PADDING))
-    start = start // 4 * 4  # parts begin and end at multiples of four, so that no row of another part is written
+    clear_memory(dtype, d_q, QUERY_TILE_ROWS * dim)
     while start < stop:
         count = min(FLASH_KEY_BLOCK_SIZE, stop - start)
         backward_key_block(
@@ -516,7 +403,7 @@ def backward_query_tile(dtype, args, addresses, work_item, scratch):
             addresses,
             scratch,
             (start, count),
-            start < common_begin or start + -(-count // 4) * 4 > common_end,
+            start < common_begin or start + count > common_end,
         )
         start += count
     scale_columns(dtype, d_q, dim, scratch + 4 * step)
@@ -540,10 +427,9 @@ def flash_backward(dtype, args, item, scratch):
     batch_row, kv_head = load_int64(work_item) // groups, load_int64(work_item) % groups
     k = args.k + batch_row * args.k_row_stride + kv_head * args.k_head_stride
     v = args.v + batch_row * args.v_row_stride + kv_head * args.v_head_stride
-    d_k = args.d_k + size * round_up_to_simd(dim) * args.padded_keys * load_int64(work_item)
-    d_v = args.d_v + size * round_up_to_simd(vdim) * args.padded_keys * load_int64(work_item)
+    d_k = args.d_k + size * round_up_to_simd(dim) * args.num_keys * load_int64(work_item)
+    d_v = args.d_v + size * round_up_to_simd(vdim) * args.num_keys * load_int64(work_item)
     begin, end, tile_item = load_int64(work_item + 24), load_int64(work_item + 32), scratch
-    end = args.padded_keys if end == args.num_keys else end
     clear_memory(dtype, d_k + size * round_up_to_simd(dim) * begin, (end - begin) * round_up_to_simd(dim))
     clear_memory(dtype, d_v + size * round_up_to_simd(vdim) * begin, (end - begin) * round_up_to_simd(vdim))
     for n in range(6):

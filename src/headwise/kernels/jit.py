@@ -1,23 +1,30 @@
-"""Compile kernels with Numba into functions that take the address of their arguments, cached on disk.
+"""Compile kernels with Numba into functions that take the address of their arguments, and keep them on disk.
 
-Reading a field is one 64-bit load from a fixed offset. Tensors are their addresses, int64.
+Reading a field is one 64-bit load from a fixed offset. Tensors are their addresses, int64. Machine code is kept in the
+user's cache folder, by the contents of the source files: checkouts and environments with equal kernels share it, and
+the installed package is never written to.
 
 `launch` imports this module when it first compiles a kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
 from numba import extending, types
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.ccallback import CFunc
 from numba.core.datamodel import models
 from numba.core.imputils import lower_getattr_generic
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
+from numba.misc.appdirs import AppDirs
 
 from .compilation import STATE
 from .kernel_args import WORD_BYTES, KernelArgs
@@ -127,9 +134,10 @@ def copy_args(args, target):
     return _args_at(args, target)
 
 
-# --- Compilation ---------------------------------------------------------------------------------------
+# --- Compiled kernels on disk --------------------------------------------------------------------------
 
-ENTRY_SIGNATURE = (types.int64,), types.void
+FOLDER_PREFIX = "headwise-kernels-"
+MAX_UNCHANGED_DAYS = 30  # after which the kernels of another version are deleted
 
 
 def _hash_kernel_sources() -> int:
@@ -138,8 +146,94 @@ def _hash_kernel_sources() -> int:
     return 1 + int(sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12], 16)
 
 
-# Numba caches by the constants of a closure: with this one, a changed source file invalidates the cache.
+# A changed source file makes another cache folder. Numba's key holds the constants of a closure, and so this one.
 KERNEL_SOURCE_HASH = _hash_kernel_sources()
+
+
+def _cache_folders() -> Iterator[Path]:
+    """Yield the folders that may hold compiled kernels: the user's, then one that lasts as long as this process."""
+    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
+        yield Path(chosen)
+    yield Path(AppDirs("headwise", appauthor=False).user_cache_dir)
+    temporary = STATE.temporary_folder()
+    if temporary is not None:
+        yield Path(temporary)
+
+
+class KernelCacheLocator(_CacheLocator):
+    """Places the compiled kernels of this version in the first folder that can be written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / f"{FOLDER_PREFIX}{KERNEL_SOURCE_HASH:x}"
+
+    @classmethod
+    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> KernelCacheLocator | None:
+        """Return the locator of a kernel; None if no folder can be written."""
+        for folder in _cache_folders():
+            locator = cls(folder)
+            is_new = not locator.folder.exists()
+            try:
+                locator.ensure_cache_path()
+            except OSError:
+                continue
+            if is_new:
+                _delete_other_versions(folder)
+            return locator
+        return None
+
+    def get_cache_path(self) -> str:
+        """Return the folder of this version."""
+        return str(self.folder)
+
+    def get_source_stamp(self) -> int:
+        """Return the hash of the source files."""
+        return KERNEL_SOURCE_HASH
+
+    def get_disambiguator(self) -> str:
+        """Return a part of the file names; names of kernels are unique."""
+        return "cpu"
+
+
+def _delete_other_versions(folder: Path) -> None:
+    oldest = time.time() - MAX_UNCHANGED_DAYS * 24 * 3600
+    for other in folder.glob(f"{FOLDER_PREFIX}*"):
+        if other.stat().st_mtime < oldest:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+class KernelCacheImpl(CompileResultCacheImpl):
+    """Numba's files of compiled code, in our folder."""
+
+    _locator_classes = (KernelCacheLocator,)
+
+
+class KernelCache(FunctionCache):
+    """A cache that is left out where it fails: a full disk, or a damaged file, must not end a call."""
+
+    _impl_class = KernelCacheImpl
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the compiled code, or None; a damaged index is emptied, so that the code can be written again."""
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # unpickling a damaged file may raise anything
+            try:
+                self.flush()
+            except OSError:
+                STATE.warn_without_cache()
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Write the compiled code, if that is possible."""
+        try:
+            super().save_overload(sig, data)
+        except OSError:
+            STATE.warn_without_cache()
+
+
+# --- Compilation ---------------------------------------------------------------------------------------
+
+ENTRY_SIGNATURE = (types.int64,), types.void
 
 
 def compile_kernel(
@@ -201,11 +295,11 @@ def _compile_entry_point(entry: Any, name: str, only_from_disk: bool) -> Any:
     entry.__qualname__ = name
     # Debug builds contain addresses of this process, and the hash does not cover the sources of other packages.
     is_cached = name.startswith(f"{__package__}.") and not DEBUG_KERNELS
-    kernel = (_KernelOnDisk if only_from_disk else CFunc)(entry, ENTRY_SIGNATURE, {}, {})
+    kernel: Any = (_KernelOnDisk if only_from_disk else CFunc)(entry, ENTRY_SIGNATURE, {}, {})
     try:
         if is_cached:
-            kernel.enable_caching()
-    except RuntimeError:  # neither the package's folder nor the user's cache folder is writable
+            kernel._cache = KernelCache(entry)  # as `enable_caching` does
+    except RuntimeError:  # no folder can be written
         STATE.warn_without_cache()
         kernel = CFunc(entry, ENTRY_SIGNATURE, {}, {})
     try:

@@ -33,6 +33,11 @@ def memory_pointer(
     return builder.inttoptr(address, kind.as_pointer())
 
 
+def prefetch_pointer(builder: ir.IRBuilder, address: ir.Value) -> Any:
+    """Return a pointer to a byte that is only prefetched; it may lie outside of all tensors."""
+    return builder.inttoptr(address, ir.IntType(8).as_pointer())
+
+
 def llvm_itemsize(kind: Any) -> int:
     """Return the bytes of a number or vector."""
     if isinstance(kind, ir.VectorType):

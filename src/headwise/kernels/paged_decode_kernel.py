@@ -4,7 +4,7 @@ For the splits n of a row, with maximum m_n, sum l_n and unnormalised output o_n
 
     m = max_n m_n,   l = sum_n l_n exp(m_n - m),   o = sum_n o_n exp(m_n - m) / l,   lse = m + log l
 
-A sink adds exp(sink - m) to l, but not to lse. Plain PyTorch: `attend_paged_reference` in `paged_decode`.
+A sink adds exp(sink - m) to l, but not to lse. In plain PyTorch: `attend_paged_reference` of `paged_decode`.
 
 Loop order: every thread takes work items; for each plan entry of the item, for each block of 64 keys: scores, score
 transforms, online softmax, weighted values (`kv_block_attention`), with the next block prefetched. The thread that

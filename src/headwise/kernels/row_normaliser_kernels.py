@@ -1,11 +1,19 @@
 """Kernels of `row_normalisers`: softmax, and entmax with optional values, forward and backward.
 
-Softmax of a row s with allowed keys: w = exp(s - max s) / sum exp(s - max s). In plain PyTorch
-`s.masked_fill(~allowed, -inf).softmax(-1)`, with zeros for rows without allowed keys.
+Softmax of a row s over its allowed keys:
 
-Entmax: x = (alpha - 1)(s - max s), w = max(x - tau, 0)^(1 / (alpha - 1)) with sum w = 1. The largest x is 0, so tau
-lies in [-1, 0) and only keys with x > -1 can have weight. These candidates are compacted into a short list, on which
-Newton's method finds tau. Backward, with the slope u = w^(2 - alpha): ds = u * (g - sum(u * g) / sum(u)).
+    w = exp(s - max s) / sum exp(s - max s)
+
+In plain PyTorch `s.masked_fill(~allowed, -torch.inf).softmax(-1)`, with zeros for rows without allowed keys.
+
+Entmax with x = (alpha - 1)(s - max s), the gradient g of w, and the slope u = w^(2 - alpha):
+
+    w = max(x - tau, 0)^(1 / (alpha - 1)),  with tau such that sum w = 1
+    ds = u * (g - sum(u * g) / sum(u));   with values: o = w v,  dv = w^T do,  g = do v^T
+
+The largest x is 0, so tau lies in [-1, 0) and only keys with x > -1 can have weight. These candidates are compacted
+into a short list, on which Newton's method finds tau. In plain PyTorch: `_entmax_by_bisection` of `parts.entmax`, which
+finds tau by bisection and returns `(x - tau).clamp(min=0) ** (1 / (alpha - 1))`.
 
 Loop order: one work item is 8 rows. A thread copies each row to its scratch buffer, which fits the nearest cache, and
 makes all passes over it there, 16 keys at a time. Entmax backward with values: one work item is all rows that read one

@@ -23,7 +23,7 @@ from numba.core.datamodel import models
 
 from .launch import SIMD_WIDTH, round_up_to_simd
 from .memory_guard import DEBUG_KERNELS
-from .memory_pointer import INT64, llvm_itemsize, memory_pointer
+from .memory_pointer import INT64, llvm_itemsize, memory_pointer, prefetch_pointer
 
 INT32 = ir.IntType(32)
 LANE_MASK = ir.VectorType(INT32, SIMD_WIDTH)
@@ -513,10 +513,10 @@ def _make_prefetch(level: int) -> Any:
     @intrinsic
     def prefetch(typing: Any, address: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            byte = INT8.as_pointer()
-            function_type = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
+            byte = prefetch_pointer(builder, args[0])
+            function_type = ir.FunctionType(ir.VoidType(), [byte.type, INT32, INT32, INT32])
             function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-            builder.call(function, [builder.inttoptr(args[0], byte), INT32(0), INT32(level), INT32(1)])
+            builder.call(function, [byte, INT32(0), INT32(level), INT32(1)])
             return context.get_dummy_value()
 
         return types.void(types.int64), code

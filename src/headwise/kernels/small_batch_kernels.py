@@ -1,9 +1,20 @@
 """Kernels of `small_batch_ops`: matrix-vector products, and elementwise kernels for a few tokens.
 
+    run_gemv                    y[m, n] = sum_k x[m, k] W[n, k]
+    rms_norm_kernel             y = x / sqrt(mean(x^2) + eps) * (w + offset)
+    rotary_kernel               y[c] = f (x[c] cos a - x[c + P] sin a),  y[c + P] = f (x[c + P] cos a + x[c] sin a),
+                                a = position * frequency[c], for the P pairs of channels
+    silu_and_multiply_kernel    y = gate / (1 + exp(-gate)) * up
+    scale_to_float32_kernel     y = x * factor
+
+In plain PyTorch: `x.float() @ W.float().T`; `F.rms_norm(x, (width,), w + offset, eps)`; `f * torch.cat([x1 * cos - x2 *
+sin, x2 * cos + x1 * sin], -1)` with `x1, x2 = x.chunk(2, -1)`; `F.silu(gate) * up`; `x.float() * factor`.
+
 Loop order of the GEMV kernel: blocks of matrix rows (handed out to threads), tiles of four rows, tiles of four tokens,
 then k in steps of 32. Each matrix is read once, in storage order, and prefetched in that order. Every thread packs the
 tokens into its scratch buffer in float32. Each y[m, n] is summed in one fixed order, independent of other tokens
-and of the number of threads.
+and of the number of threads. It is no `gemm`: both operands are read along k, where `gemm` reads rows of one of them.
+The elementwise kernels loop over rows, then over 16 channels at a time.
 """
 
 from __future__ import annotations

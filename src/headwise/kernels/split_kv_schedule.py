@@ -5,11 +5,16 @@ with equal spans share these keys, which are read once for all rows (Hydragen, 2
 For this, rows are ordered so that each follows one with which it shares the longest prefix, as in a traversal of a
 prefix tree. Rows that read a block of keys together are then adjacent, whatever they share with other rows.
 
-Where a row's splits and blocks end does not depend on other rows, and so neither does its result.
+Where a row's splits and blocks end does not depend on other rows, and so neither does its result. For row b with n[b]
+keys, split i and the block of 64 keys at position p of its keys:
+
+    splits of b = ceil(n[b] / 256),   split i = keys 256 i to min(256 (i + 1), n[b])
+    rows b and c read the block together if spans[b] and spans[c] are equal up to the end of the block
 
 Loop order of the `plan` kernel, which runs in one thread: order the rows, cut each row, then for each row and split
-make one work item: the plan entries of this split for all rows that read it together. It computes no tensor, so
-there is no equivalent PyTorch function.
+make one work item: the plan entries of this split for all rows that read it together. It computes no tensor. In plain
+PyTorch, the keys that a row's entries name, in order, are `torch.cat([k[page, :, begin:end] for page, begin, end in
+spans[b]], 1)`.
 """
 
 from __future__ import annotations

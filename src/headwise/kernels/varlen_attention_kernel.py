@@ -1,9 +1,17 @@
-"""Kernels of `varlen_attention`: one work item is one sequence and one key head.
+"""Kernels of `varlen_attention`: attention within each of many short sequences.
+
+For the queries q, keys k and values v of one sequence and head, and the gradient g of the output:
+
+    w = softmax(scale q k^T),  o = w v                     causal: query t reads keys 0 to t
+    dv = w^T g,  du = g v^T,  ds = scale w * (du - rowsum(w * du)),  dq = ds k,  dk = ds^T q
+
+In plain PyTorch, for one sequence: `o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale,
+enable_gqa=True)` and `dq, dk, dv = torch.autograd.grad(o, (q, k, v), g)`.
 
 Loop order: one work item is one sequence and one key head, whose queries and keys fit the nearest caches. It transposes
-the keys into the scratch buffer, then loops over the query heads of the group; the matrix products loop over tiles of
-four rows and 16 columns. The kernel reads and writes rows in place: nothing is grouped or padded by sequence. All
-scores of a head are kept at once, and computed again in the backward pass.
+the keys into the scratch buffer, then loops over the query heads of the group; each of these makes its products by
+`gemm`. The kernel reads and writes rows in place: nothing is grouped or padded by sequence. All scores of a head are
+kept at once, and computed again in the backward pass.
 """
 
 from __future__ import annotations
@@ -13,6 +21,7 @@ import math
 from numba import extending, njit
 
 from . import simd
+from .gemm_kernel import gemm
 from .launch import SIMD_WIDTH
 from .simd import (
     fma,
@@ -31,64 +40,6 @@ from .simd import (
     vec_mul,
     vec_sub,
 )
-
-
-@njit
-def init_sum(dtype, address, accumulate):
-    """Return the initial value of a sum: the stored vector if `accumulate`, otherwise zeros."""
-    if accumulate:
-        return load_vector(dtype, address)
-    return splat(simd.as_compute_scalar(dtype, 0))
-
-
-@njit
-def gemm_4_rows(dtype, to, a, b, sizes):
-    """Compute four rows of a product, 16 columns at a time."""
-    (to, row_bytes), (a, a_stride, step), (b, b_stride), (depth, width, accumulate) = to, a, b, sizes
-    for c in range(0, simd.compute_itemsize(dtype) * width, simd.compute_itemsize(dtype) * SIMD_WIDTH):
-        x0, x1 = init_sum(dtype, to + c, accumulate), init_sum(dtype, to + row_bytes + c, accumulate)
-        x2, x3 = (
-            init_sum(dtype, to + 2 * row_bytes + c, accumulate),
-            init_sum(dtype, to + 3 * row_bytes + c, accumulate),
-        )
-        for i in range(depth):
-            y, address = load_vector(dtype, b + b_stride * i + c), a + step * i
-            x0 = fma(y, splat(load_scalar(dtype, address)), x0)
-            x1 = fma(y, splat(load_scalar(dtype, address + a_stride)), x1)
-            x2 = fma(y, splat(load_scalar(dtype, address + 2 * a_stride)), x2)
-            x3 = fma(y, splat(load_scalar(dtype, address + 3 * a_stride)), x3)
-        store_value(to + c, x0)
-        store_value(to + row_bytes + c, x1)
-        store_value(to + 2 * row_bytes + c, x2)
-        store_value(to + 3 * row_bytes + c, x3)
-
-
-@njit
-def gemm_1_row(dtype, to, a, b, sizes):
-    """Compute one row of a product, 16 columns at a time."""
-    (a, _, step), (b, b_stride), (depth, width, accumulate) = a, b, sizes
-    for c in range(0, simd.compute_itemsize(dtype) * width, simd.compute_itemsize(dtype) * SIMD_WIDTH):
-        x = init_sum(dtype, to[0] + c, accumulate)
-        for i in range(depth):
-            x = fma(load_vector(dtype, b + b_stride * i + c), splat(load_scalar(dtype, a + step * i)), x)
-        store_value(to[0] + c, x)
-
-
-@njit
-def gemm(dtype, to, a, b, rows, sizes):
-    """Compute to[r] = sum_i a[r, i] b[i], added to `to` if `accumulate` is set.
-
-    `to` and `b` are (address, bytes to the next row), `a` is (address, bytes to the next r, bytes to the next i), and
-    `sizes` is (number of i, columns, accumulate).
-    """
-    (to, row_bytes), (a, a_stride, step) = to, a
-    r = 0
-    while r + 4 <= rows:
-        gemm_4_rows(dtype, (to + row_bytes * r, row_bytes), (a + a_stride * r, a_stride, step), b, sizes)
-        r += 4
-    while r < rows:
-        gemm_1_row(dtype, (to + row_bytes * r, row_bytes), (a + a_stride * r, a_stride, step), b, sizes)
-        r += 1
 
 
 @njit
@@ -169,7 +120,7 @@ def recompute_weights(dtype, args, q, scratch, sequence):
     _, queries, _, count, _ = sequence
     size, dim, padded_keys = simd.compute_itemsize(dtype), args.dim, round_up_to_simd(count)
     a = (q, args.q_token_stride, size)
-    gemm(dtype, (weights, size * padded_keys), a, (keys, size * padded_keys), queries, (dim, padded_keys, 0))
+    gemm(dtype, (weights, size * padded_keys), a, (keys, size * padded_keys), (queries, padded_keys, dim), False)
     softmax_scores(dtype, args, weights, indices, queries, count)
 
 
@@ -193,9 +144,8 @@ def varlen_forward(dtype, args, item, indices):
         q = args.q + args.q_token_stride * first + args.q_head_stride * h
         to = args.output + output_stride * first + size * vdim * h
         recompute_weights(dtype, args, q, (indices, keys, weights), sequence)
-        gemm(
-            dtype, (to, output_stride), (weights, row_bytes, size), (v, args.v_token_stride), queries, (count, vdim, 0)
-        )
+        shape = queries, vdim, count
+        gemm(dtype, (to, output_stride), (weights, row_bytes, size), (v, args.v_token_stride), shape, False)
 
 
 @njit
@@ -217,7 +167,7 @@ def backward_head(dtype, args, h, scratch, sequence):
         args.group_size,
     )
     weights = values + row_bytes * vdim
-    weight_grads, accumulate = weights + row_bytes * queries, int(h > g * group_size)
+    weight_grads, accumulate = weights + row_bytes * queries, h > g * group_size
     q = args.q + args.q_token_stride * first + args.q_head_stride * h
     k = args.k + args.k_token_stride * begin + args.k_head_stride * g
     step = size * vdim * groups * group_size
@@ -228,27 +178,25 @@ def backward_head(dtype, args, h, scratch, sequence):
         (weight_grads, row_bytes),
         (grad, step, size),
         (values, row_bytes),
-        queries,
-        (vdim, round_up_to_simd(count), 0),
+        (queries, round_up_to_simd(count), vdim),
+        False,
     )
     to = args.d_v + size * vdim * (groups * begin + g)
-    gemm(
-        dtype, (to, size * vdim * groups), (weights, size, row_bytes), (grad, step), count, (queries, vdim, accumulate)
-    )
+    shape = count, vdim, queries
+    gemm(dtype, (to, size * vdim * groups), (weights, size, row_bytes), (grad, step), shape, accumulate)
     softmax_backward(dtype, args, weights, weight_grads, queries, count)
     output_stride = size * dim * groups * group_size
     to = args.output + output_stride * first + size * dim * h
-    gemm(
-        dtype, (to, output_stride), (weight_grads, row_bytes, size), (k, args.k_token_stride), queries, (count, dim, 0)
-    )
+    shape = queries, dim, count
+    gemm(dtype, (to, output_stride), (weight_grads, row_bytes, size), (k, args.k_token_stride), shape, False)
     to = args.d_k + size * dim * (groups * begin + g)
     gemm(
         dtype,
         (to, size * dim * groups),
         (weight_grads, size, row_bytes),
         (q, args.q_token_stride),
-        count,
-        (queries, dim, accumulate),
+        (count, dim, queries),
+        accumulate,
     )
 
 
