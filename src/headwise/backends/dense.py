@@ -1,4 +1,7 @@
-"""The attention core in plain tensor operations: supports every spec, and probes can read every score and weight."""
+"""The attention core in plain tensor operations: supports every spec, and probes can read every score and weight.
+
+The numbers of the steps are those of `nn/attention.py`.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +41,12 @@ def attend_all_pairs(
     call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
     """Per-head outputs o_BTHV, one head for each row of weights that reads values."""
-    s_BHTS = _scores(call, inputs, steps)
+    s_BHTS = _scores(call, inputs, steps)  # 3 compare
     exact = torch.promote_types(s_BHTS.dtype, torch.float32)
     s_BHTS = s_BHTS.to(exact)
-    for act in steps.scores:
+    for act in steps.scores:  # 4 change scores
         s_BHTS = act(s_BHTS, attention_mask, inputs)
-    allowed = attention_mask.allowed
+    allowed = attention_mask.allowed  # 5 mask, which the normaliser applies
     if probe is not None:
         s_BHTS = probe("scores", s_BHTS)
         if "lse" in probe.points:
@@ -52,18 +55,18 @@ def attend_all_pairs(
         steps.gather_values is not None
         and steps.normaliser.prefers_gather(s_BHTS.device.type, inputs.v.dtype)
         and not is_under_functorch()
-    ):
+    ):  # 6 and 8 in one function, for weights that are mostly zero
         return steps.gather_values(
             s_BHTS, allowed, inputs.v, call.core.value_head_of_row, steps.normaliser_p
         ).transpose(1, 2)
-    w_BHTS = steps.normalise(s_BHTS, allowed, steps.normaliser_p)
-    for act in steps.weights:
+    w_BHTS = steps.normalise(s_BHTS, allowed, steps.normaliser_p)  # 6 normalise
+    for act in steps.weights:  # 7 change weights
         w_BHTS = act(w_BHTS, attention_mask, inputs)
     if steps.selected_rows is not None:
         w_BHTS = w_BHTS.index_select(1, torch.tensor(steps.selected_rows, device=w_BHTS.device))
     if probe is not None:
         w_BHTS = probe("weights", w_BHTS)
-    o_BHTV = _weighted_values(w_BHTS.to(inputs.v.dtype), inputs.v, call)
+    o_BHTV = _weighted_values(w_BHTS.to(inputs.v.dtype), inputs.v, call)  # 8 gather values
     for step, p in steps.values:
         o_BHTV = o_BHTV + step.weighted_values(w_BHTS, attention_mask.i, attention_mask.j, p).to(o_BHTV.dtype)
     return o_BHTV.transpose(1, 2)

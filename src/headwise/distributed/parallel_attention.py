@@ -78,8 +78,8 @@ class TensorContextParallel(ParallelContext):
     def head_local_rng(self, training: bool) -> AbstractContextManager[None]:
         return self._rank_rng(self.tensor.rank) if training and self.tensor else SINGLE_PROCESS.head_local_rng(training)
 
-    def aux_losses(self, ledger: AuxLosses) -> AuxLosses:
-        return replace(ledger, group=self)
+    def aux_losses(self, losses: AuxLosses | None) -> AuxLosses | None:
+        return None if losses is None else replace(losses, group=self)
 
     def without_token_shards(self) -> ParallelContext:
         return TensorContextParallel(self.tensor)

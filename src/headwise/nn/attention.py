@@ -1,5 +1,21 @@
 """The attention layer: it owns the weights and runs the steps of attention in order.
 
+     1 project      x to queries, keys and values, which a cache remembers
+     2 transform    queries and keys, by position or norm (RoPE, QK-norm)
+     3 compare      similarity scores of every query with every key
+     4 change       scores (ALiBi, softcap, talking heads)
+     5 mask         keys that a query may not attend to
+     6 normalise    scores to weights (softmax)
+     7 change       weights (talking heads, dropout)
+     8 gather       values, weighted
+     9 change       head outputs (differential attention, norm per head)
+    10 gate         heads
+    11 merge        head outputs to the model's width
+
+`Attention` runs 1, 2 and 9 to 11 itself. Steps 3 to 8 are the core: `backends/dense.py` writes them out in plain tensor
+operations, and the backend that `backends/dispatch.py` selects computes the same result, usually faster. How a call
+runs is decided before any of this, in `attention_call`.
+
 Shapes: B batch, T queries, S keys, H query heads, G key-value heads, O output heads, K and V channels of a head,
 D model width.
 """
@@ -90,39 +106,40 @@ class Attention(HasParallelContext, nn.Module):
         return self.head_outputs_and_gates(AttentionArguments(x, source, cache, sequence, mask, probe))[0]
 
     def head_outputs_and_gates(self, arguments: AttentionArguments) -> tuple[Tensor, Sequence[Tensor]]:
-        """Gated head outputs o [B, T, O, vdim], and the values of the gates."""
-        call = self.planner.prepare(arguments, self._state)
+        """Gated head outputs o [B, T, O, vdim], and the values of the gates. The numbers are those of the module."""
+        call = self.planner.prepare(arguments, self._state)  # raises before a cache changes
         parts, plan, probe = self.parts, call.plan, call.probe
         x_BTD = self.parallel.copy_to_heads(call.x)
 
-        # Project, and transform queries and keys (RoPE, QK-norm); remember the keys and values of x.
-        transforms = parts.qk_transforms(call.sequence.position)
-        if call.source is None:
-            q_BTHK, kv_entry = parts.project_qkv(plan.project, x_BTD, transforms)
-            kv_entry, kv_sequence = self.extend_kv(kv_entry, call)
-        else:
-            q_BTHK = plan.project.project_query(x_BTD, transforms, self.weights["project"])
-            kv_entry, kv_sequence = self._source_kv(call.source)
+        # 1, 2
+        q_BTHK, kv_entry, kv_sequence = self.project_queries_and_kv(x_BTD, call)
         kv_transforms = parts.qk_transforms(kv_sequence.position)
         k_BSGK, v_BSGV = plan.project.expand_kv(kv_entry, kv_transforms, self.weights["project"])
         q_BTHK, k_BSGK, v_BSGV = probe("q", q_BTHK), probe("k", k_BSGK), probe("v", v_BSGV)
 
-        # The core: scores, mask, normalise, gather values. Gates come first, so that closed heads can be skipped.
+        # 3 to 8, after the values of the gates: so a backend can skip closed heads
         context = QueryContext(x_BTD, q_BTHK, plan.scale, call.sequence)
         attention_mask = AttentionMask(call.sequence, kv_sequence, self.spec.pattern, call.mask)
         with self.parallel.head_local_rng(self.training):
-            aux_losses = None if probe.aux_losses is None else self.parallel.aux_losses(probe.aux_losses)
-            gates = parts.gate_values(context, aux_losses)
+            gates = parts.gate_values(context, self.parallel.aux_losses(probe.aux_losses))
             q, k = parts.feature_map(q_BTHK, "q"), parts.feature_map(k_BSGK, "k")
-            state = {} if call.cache is None else call.cache.state
-            inputs = CoreInputs(q, k, v_BSGV, context, kv_entry, state, gates)
+            inputs = CoreInputs(q, k, v_BSGV, context, kv_entry, call.recurrent_state, gates)
             o_BTRV = self.attend(call, attention_mask, inputs)
-        if isinstance(call.cache, RecurrentStateCache):
-            call.cache.set_state(self._next_state(call, inputs, kv_sequence))
+        self._update_recurrent_state(call, inputs, kv_sequence)
 
-        # Back to value width; output steps and gates.
+        # 9, 10
         o_BTOV = plan.project.project_heads(o_BTRV, parts.score_head_of_row, self.weights["project"])
         return probe("heads", parts.finish_outputs(o_BTOV, x_BTD, gates)), gates
+
+    def project_queries_and_kv(self, x_BTD: Tensor, call: AttentionCall) -> tuple[Tensor, KVEntry, SequenceInfo]:
+        """Queries of x, and what they attend to with its positions: x and the cached tokens, or the source."""
+        project, transforms = call.plan.project, self.parts.qk_transforms(call.sequence.position)
+        if call.source is None:
+            q_BTHK, kv_entry = self.parts.project_qkv(project, x_BTD, transforms)
+            return q_BTHK, *self.extend_kv(kv_entry, call)
+        q_BTHK = project.project_query(x_BTD, transforms, self.weights["project"])
+        source = self.project_source(call.source) if isinstance(call.source, Tensor) else call.source
+        return q_BTHK, source.entry, source.sequence
 
     def extend_kv(self, kv_entry: KVEntry, call: AttentionCall) -> tuple[KVEntry, SequenceInfo]:
         """The kv entries that queries attend to, with positions: of new tokens, of other ranks, and from the cache."""
@@ -133,7 +150,7 @@ class Attention(HasParallelContext, nn.Module):
         return extend(kv_entry, sequence)
 
     def attend(self, call: AttentionCall, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
-        """The core, o [B, T, rows, vdim], on the backend that `plan.dispatch` selects for these tensors."""
+        """The core, o [B, T, rows of weights, vdim], on the backend that `plan.dispatch` selects for these tensors."""
         return call.plan.dispatch.attend(attention_mask, inputs, self.parts.core_steps, call.probe)
 
     def merge_heads(self, o_BTOV: Tensor) -> Tensor:
@@ -199,12 +216,11 @@ class Attention(HasParallelContext, nn.Module):
         weight = self.weights["project"].first_parameter
         return LayerState(weight, self.backend_name, self.training, self.parallel.num_token_shards)
 
-    def _source_kv(self, source: Tensor | ProjectedSource) -> tuple[KVEntry, SequenceInfo]:
-        projected = self.project_source(source) if isinstance(source, Tensor) else source
-        return projected.entry, projected.sequence
-
-    def _next_state(self, call: AttentionCall, inputs: CoreInputs, sequence: SequenceInfo) -> KVEntry:
-        """The recurrent state after these tokens."""
+    def _update_recurrent_state(self, call: AttentionCall, inputs: CoreInputs, sequence: SequenceInfo) -> None:
+        """Keep the state after these tokens, if the cache holds a state instead of keys and values."""
+        if not isinstance(call.cache, RecurrentStateCache):
+            return
         assert self.core_steps.recurrent_part is not None
         part, p = self.core_steps.recurrent_part
-        return part.update_state(inputs.state, *backends.values_per_row(inputs, call.plan.call), sequence.is_real, p)
+        values = backends.values_per_row(inputs, call.plan.call)
+        call.cache.set_state(part.update_state(inputs.state, *values, sequence.is_real, p))

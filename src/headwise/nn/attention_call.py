@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,10 @@ class LayerState(NamedTuple):
 
 
 class ExecutionPlan(NamedTuple):
-    """How one kind of call runs: the form of the project, and the backends that may run the core."""
+    """How one kind of call runs, and the backends that may run the core.
+
+    `project` is `spec.project`, or its form for a single query: MLA then compares queries with the cached latents.
+    """
 
     project: Project
     call: CallSignature
@@ -60,6 +64,11 @@ class AttentionCall(NamedTuple):
     mask: Tensor | None
     probe: Probe
     plan: ExecutionPlan
+
+    @property
+    def recurrent_state(self) -> Mapping[str, Tensor]:
+        """The state that the cache holds instead of keys and values (linear attention); empty for other caches."""
+        return {} if self.cache is None else self.cache.state
 
 
 class CallPlanner:

@@ -39,8 +39,8 @@ class ParallelContext(ABC):
         """A context in which random numbers are drawn for the heads of this rank."""
 
     @abstractmethod
-    def aux_losses(self, ledger: AuxLosses) -> AuxLosses:
-        """The auxiliary losses, for parts that see only some heads or tokens."""
+    def aux_losses(self, losses: AuxLosses | None) -> AuxLosses | None:
+        """Where parts that see only some heads or tokens add their auxiliary losses; None to collect none."""
 
     @abstractmethod
     def without_token_shards(self) -> ParallelContext:
@@ -62,8 +62,8 @@ class SingleProcess(ParallelContext):
     def head_local_rng(self, training: bool) -> AbstractContextManager[None]:
         return NO_CONTEXT
 
-    def aux_losses(self, ledger: AuxLosses) -> AuxLosses:
-        return ledger
+    def aux_losses(self, losses: AuxLosses | None) -> AuxLosses | None:
+        return losses
 
     def without_token_shards(self) -> ParallelContext:
         return self
