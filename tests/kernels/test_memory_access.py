@@ -16,6 +16,7 @@ import torch
 import headwise
 from headwise.kernels import small_batch_ops
 from headwise.kernels.head_mixing import HeadMixingArgs
+from headwise.kernels.paged_decode import PagedDecodeArgs
 
 TESTS = Path(__file__).resolve().parent.parent
 SOURCES = Path(headwise.__file__).parent
@@ -134,3 +135,10 @@ def test_a_tensor_unlike_its_annotation_is_refused(tensor: torch.Tensor, problem
     args.tensors[args.fields["q_gate"].slot] = tensor
     with pytest.raises(ValueError, match=f"HeadMixingArgs: q_gate {problem}"):
         args.check_tensors(torch.float32)
+
+
+def test_a_kernel_for_every_dtype_takes_tensors_of_any():
+    args = PagedDecodeArgs.make(q=torch.ones(1, 1, 16, dtype=torch.float64), spans=torch.zeros(1, 1, 3).long())
+    args.check_each_tensor(None)  # as the debug build does before it plans
+    with pytest.raises(ValueError, match=r"PagedDecodeArgs: q is torch.float64 on cpu, not torch.float32"):
+        args.check_each_tensor(torch.bfloat16)

@@ -37,8 +37,10 @@ class TensorLayout(NamedTuple):
     strides: str = "contiguous"  # or "last": the last axis has stride 1; or "any". Other fields then hold the strides
 
     def expected_dtype(self, storage_dtype: torch.dtype | None) -> torch.dtype | None:
-        """Return the dtype of the tensor, in a kernel that is compiled for a storage dtype."""
+        """Return the dtype of the tensor, in a kernel that is compiled for a storage dtype; None if that may be any."""
         if self.dtype == "compute":
+            if storage_dtype is None:  # a kernel for every dtype, which does not read this tensor
+                return None
             return torch.float64 if storage_dtype is torch.float64 else torch.float32
         return self.dtype if isinstance(self.dtype, torch.dtype) else storage_dtype
 
