@@ -237,6 +237,7 @@ def test_without_a_writable_cache_kernels_last_until_the_process_ends(unwritable
     folder = Path(run.stdout.strip())
     assert folder.name.startswith("headwise-")
     assert not folder.exists()
+    assert not run.stderr  # no warning either that the folder was left to the interpreter
 
 
 @pytest.mark.lengthy

@@ -92,7 +92,7 @@ def test_a_converted_model_is_a_folder_or_a_refusal(family: str, form: str, tmp_
         torch.testing.assert_close(loaded[name], tensor, msg=name)
 
 
-# Ways of pooling that read examples: "" for a folder, or the reason of the refusal. transformers does not load them again.
+# Ways of pooling that read examples: "" for a folder, or the reason of the refusal; transformers loads none of them.
 OTHER_FORMS: dict[str, AttentionConversion] = {
     "two key-value heads": Pool(2),
     "two aligned ones": Pool(2, align="both"),

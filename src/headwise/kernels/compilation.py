@@ -98,15 +98,17 @@ class CompilationState:
                 self._temporary = TemporaryDirectory(prefix="headwise-", ignore_cleanup_errors=True)
             except OSError:
                 return None
-            atexit.register(self.stop)  # runs before the folder is deleted
+            atexit.register(self.stop)
         return self._temporary.name
 
     def stop(self) -> None:
-        """End the background processes."""
+        """End the background processes, which write into the temporary folder, and delete it."""
         for process in self.running.values():
             process.kill()
             process.wait()
         self.running.clear()
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
     def warn_without_cache(self) -> None:
         """Warn once per process that compiled kernels cannot be kept."""
