@@ -45,7 +45,7 @@ INSIDE = {
     "feed_norm": "post_attention_layernorm",
 }  # fmt: skip
 EQUAL = ((64, 64, 32), (32, 64, 64), (4, 256, 48))  # rows, tokens of each prompt, tokens of each answer
-ROUNDS = 5  # of requests of equal lengths: each way once in a round, and the fastest of all rounds counts
+ROUNDS = 3  # of requests of equal lengths: each way once in a round, and the fastest of all rounds counts
 KERNELS = {"weights": ("aten::mm", "aten::addmm", "aten::bmm"), "gather": ("aten::index_select",)}
 CORE = ("aten::_scaled_dot_product", "headwise::paged_decode")
 

@@ -86,11 +86,12 @@ def _equal_lengths(measured: list[dict[str, Any]]) -> str:
         ]
         shape = f"{row['rows']} x ({row['prompt']} + {row['tokens']})"
         rows.append((shape, seconds["engine"], seconds["transformers"], seconds["generate"], *ratios))
+    same = sum(row["same_answers"] for row in measured)
     head = ["rows x (prompt + answer)", "`Engine`, s (processor)", "transformers", "`hw.generate`"]
     return (
         "Requests of equal lengths, submitted together, where a padded batch has no padding: the least time of each in "
         "interleaved rounds, and how many times as fast the engine is, by processor time. Other work ran on the "
-        "machine. All answers are equal.\n\n"
+        f"machine. {same} of {sum(row['rows'] for row in measured)} answers are equal.\n\n"
         + _table([*head, "of transformers' speed", "of `hw.generate`'s speed"], rows)
     )
 

@@ -61,7 +61,10 @@ EVERYDAY_OPTIONS = {
     "seed": RecipeOption("seed", int, "INT", "random seed of initial weights and dropout (default: 0)"),
     "device": RecipeOption("device", str, "NAME", "auto, cpu, cuda, cuda:1, ... (default: auto)"),
     "sample-every": RecipeOption(
-        "sample_every", int, "STEPS", "print generated texts every this many steps; needs --sample (default: 0, never)"
+        "sample_every",
+        int,
+        "STEPS",
+        "print generated texts every this many steps; 0 never; needs --sample (default: 0)",
     ),
 }
 EXPERT_OPTIONS = {

@@ -167,15 +167,15 @@ def draw_without_replacement(log_weights: Tensor, count: int, stream: RandomStre
     True
     """
     weights = log_weights.double().softmax(-1)
-    drawn = list[int]()
+    indices = list[int]()
     for _ in range(min(count, int((weights > 0).sum()))):
         cumulative = weights.cumsum(-1)
         below = torch.tensor(stream.uniform(), dtype=torch.float64) * cumulative[-1]
         index = int(torch.searchsorted(cumulative, below, right=True))
         index = min(index, int(weights.nonzero()[-1]))  # the product may round up to the total
-        drawn.append(index)
+        indices.append(index)
         weights[index] = 0.0
-    return drawn
+    return indices
 
 
 def run_beam_search(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from .decoding_state import (
     sample_tokens,
 )
 from .decoding_strategies import BeamHypothesis, BeamSampling, run_beam_search
-from .output_constraint import OutputConstraint, OutputGrammar, constrain_logits
+from .output_constraint import OutputConstraint, constrain_logits, load_grammar
 from .prompts import PromptBatch, parse_prompts, prepare_decoder_input
 from .text_output import Completion, IncrementalDetokenizer, load_tokenizers
 
@@ -207,17 +206,13 @@ class TextGenerator:
 
     def answer(self, kind: str, prompt: list[int]) -> Completion:
         """Return an empty completion. For a prompt of ids, text is decoded only if there are stop texts."""
-        constraint = OutputConstraint(self._grammar) if self.how.is_constrained else None
+        grammar = load_grammar(load_tokenizers(self.net)[1], self.how) if self.how.is_constrained else None
+        constraint = None if grammar is None else OutputConstraint(grammar)
         if kind == "ids" and not self.how.words:
             return Completion(self.ends, constraint=constraint)
         context_ids = prompt if self.net.spec.kind == "decoder" else ()
         detokenizer = IncrementalDetokenizer(load_tokenizers(self.net)[1], context_ids)
         return Completion(self.ends, self.how.words, detokenizer, constraint)
-
-    @cached_property
-    def _grammar(self) -> OutputGrammar:
-        """The constraint of the outputs, compiled for the tokenizer of the model."""
-        return OutputGrammar(load_tokenizers(self.net)[1], self.how)
 
     def _beam_search(
         self, state: DecodingState, prompts: PromptBatch, streams: Sequence[RandomStream]

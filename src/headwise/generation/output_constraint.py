@@ -88,6 +88,17 @@ class OutputGrammar:
         return self._library.LLMatcher(self._vocabulary, self._source, log_level=0)
 
 
+_GRAMMARS: WeakKeyDictionary[ModelTokenizer, tuple[tuple[str | None, str | None], OutputGrammar]] = WeakKeyDictionary()
+
+
+def load_grammar(tokenizer: ModelTokenizer, config: DecodingConfig) -> OutputGrammar:
+    """The constraint of a configuration; the last one of each tokenizer is kept, as many outputs share it."""
+    key = config.regex, config.json_schema
+    if tokenizer not in _GRAMMARS or _GRAMMARS[tokenizer][0] != key:
+        _GRAMMARS[tokenizer] = key, OutputGrammar(tokenizer, config)
+    return _GRAMMARS[tokenizer][1]
+
+
 def constrain_logits(logits: Tensor, outputs: Sequence[Completion], end_ids: Collection[int]) -> Tensor:
     """Logits [rows, vocabulary] with -inf for every token that the constraint of its row does not allow."""
     rows = [n for n, output in enumerate(outputs) if output.constraint is not None and not output.over]
@@ -145,7 +156,7 @@ def _byte_level_bytes(name: str, byte_of_char: dict[str, int]) -> bytes:
 
 
 def _text_in_context(tokenizer: ModelTokenizer, context: int | None, token_id: int) -> str:
-    """What a token adds to a text: some tokenizers decode it differently at the start."""
+    """Text that a token adds to others: some tokenizers decode it differently at the start."""
     if context is None:
         return tokenizer.text([token_id])
     before, after = tokenizer.text([context]), tokenizer.text([context, token_id])

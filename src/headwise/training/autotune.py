@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -199,11 +199,16 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     It is measured once per process. Other processes on the machine may still disturb it, so a run that reaches more
     raises its own reference.
     """
-    return _measure_peak_flops(device, dtype, torch.get_num_threads())
+    key = device, dtype, torch.get_num_threads()
+    if key not in _PEAK_FLOPS:
+        _PEAK_FLOPS[key] = _measure_peak_flops(device, dtype)
+    return _PEAK_FLOPS[key]
 
 
-@cache
-def _measure_peak_flops(device: torch.device, dtype: torch.dtype, threads: int) -> float:
+_PEAK_FLOPS: dict[tuple[torch.device, torch.dtype, int], float] = {}  # by device, precision and number of threads
+
+
+def _measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     rates = list[float]()
     for size in (4096, 8192) if device.type == "cuda" else (384, 768, 1536):
         left, right = torch.ones(2, size, size, device=device, dtype=dtype)  # without drawing random numbers

@@ -40,7 +40,7 @@ THEMES = {
 
 @dataclass
 class LearningCurves:
-    """What happened over the steps of a run: training loss, learning rate, and metrics of evaluations."""
+    """Curves of a run over its steps: training loss, learning rate, and metrics of evaluations."""
 
     steps: list[int] = field(default_factory=list[int])
     losses: list[float] = field(default_factory=list[float])
