@@ -8,7 +8,8 @@ layer or a model: `spec`, `walk`, `sites` and `why`.
 `arguments` parses what commands share: specs, presets, folders of models, `--set KEY=VALUE` and `--json`.
 `argument_checks` and `known_names` refuse bad values before a model is loaded.
 `environment_report` and `shell_completion` are the options --version --json and --completion of headwise itself.
-`text_arguments` and `compression_arguments` add the options for texts and for models that are written to a folder.
+`text_arguments` and `compression_arguments` add the options for texts and for models that are written to a folder,
+`one_text` the options of `heads` for one text.
 
 Heavy modules such as torch are imported inside `main` of a command, so that `headwise --help` answers at once.
 """

@@ -33,7 +33,7 @@ def add_one_text_arguments(parser: CommandParser) -> None:
     group.add_argument("--target", metavar="TEXT", help="target text, for an encoder-decoder model")
     group.add_argument("--head", metavar="HEAD", help="show weights, norms or points of this head, such as L3H2")
     group.add_argument(
-        "--over", metavar="HOW", help="mean, max, min or sum over heads and layers (default: mean); not with --head"
+        "--over", metavar="HOW", help="without --head, mean, max, min or sum over heads and layers (default: mean)"
     )
     group.add_argument(
         "--position", type=int, metavar="INDEX", help="position whose logit --show logits explains (default: the last)"
@@ -91,19 +91,19 @@ def show_one_text(args: argparse.Namespace) -> int:
     """Print the view that the options name."""
     model = _load(args.model, args)
     if args.compare_text is not None or args.compare_model is not None:
-        found: Any = _compare(model, args)
-        print_page(to_json(found.data) if args.json else str(found))
+        view: Any = _compare(model, args)
+        print_page(to_json(view.data) if args.json else str(view))
         return 0
     if args.show == "logits":
         from ..head_analysis.logit_attribution import attribute_logit
 
         position = -1 if args.position is None else args.position
-        found = attribute_logit(model, args.text, position=position, token=args.token)
+        view = attribute_logit(model, args.text, position=position, token=args.token)
     elif args.show == "points":
-        found = _map_points(model, args)
+        view = _map_points(model, args)
     else:
-        found = _make_matrix(model, args)
-    print_page(to_json(found.data) if args.json else str(found))
+        view = _make_matrix(model, args)
+    print_page(to_json(view.data) if args.json else str(view))
     return 0
 
 

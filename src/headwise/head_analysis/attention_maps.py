@@ -140,7 +140,7 @@ class AttentionMaps:
         """A matrix with the tokens of a site (default: the last self-attention), which prints its largest entries."""
         layer = self._layer(site) if site else self._stack_layers("", "attention")[-1]
         numbers = [list(map(str, range(count))) for count in matrix.shape]
-        words = [given or numbered for given, numbered in zip((layer.queries, layer.keys), numbers, strict=True)]
+        words = [strings or numbered for strings, numbered in zip((layer.queries, layer.keys), numbers, strict=True)]
         return AttentionTable(title, tuple(words[0]), tuple(words[1]), matrix.tolist(), top)
 
     def _layer(self, site: str) -> LayerAttention:

@@ -254,13 +254,13 @@ class LayerwiseRelevance(ImportanceMethod):
             raise ValueError(f"unknown weights={self.weights!r}; {suggest(self.weights, WEIGHT_RULES)}")
 
     @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
         """The name of the method in `IMPORTANCE_METHODS`."""
         return "lrp" if self.weights == "constant" else f"lrp-{self.weights}"
 
     @property
-    def notes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What is treated as a constant."""
+    def notes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
+        """Names of the quantities that are treated as constants."""
         constants = "attention weights, gates" if self.weights == "constant" else "gates"
         return (f"{constants} and standard deviations of norms are treated as constants",)
 
@@ -501,9 +501,9 @@ def _probe_qk_maps(
         one_hot = [tensor.clone() for tensor in inputs]
         for tensor in one_hot:
             tensor[..., channel : channel + 1] = 1  # nothing if this side has fewer channels
-        found = project(*one_hot)
+        projected = project(*one_hot)
         for name, width in zip(columns, widths, strict=True):
-            columns[name] += [found[name] - bias[name]] if channel < width else []
+            columns[name] += [projected[name] - bias[name]] if channel < width else []
     maps = {name: TokenMap(torch.stack(columns[name], -1), bias[name]) for name in columns}
     return maps["q"], maps["k"]
 

@@ -125,7 +125,7 @@ def format_attention_table(table: AttentionTable) -> str:
     for place, (query, values) in enumerate(zip(table.queries, table.values, strict=True)):
         texts = [next(numbers) for _ in values]
         order = sorted(range(len(values)), key=lambda key: -values[key])[: table.top]
-        found = "  ".join(f"{table.keys[key]!r} {key}: {texts[key]}" for key in order if values[key])
-        rows.append([repr(query), str(place), found])
+        largest = "  ".join(f"{table.keys[key]!r} {key}: {texts[key]}" for key in order if values[key])
+        rows.append([repr(query), str(place), largest])
     lines = format_columns(["query", "position", "largest keys"], rows)
     return "\n".join([table.title, "", *lines])

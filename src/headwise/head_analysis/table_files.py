@@ -23,8 +23,8 @@ def save_table(
     """Write a table as .json or .csv; the file appears complete or not at all."""
     suffix = Path(path).suffix
     if suffix not in TABLE_SUFFIXES:
-        known = ", ".join(TABLE_SUFFIXES)
-        raise SpecError(f"cannot save heads to {path}: its suffix is {suffix!r}; use one of {known}")
+        suffixes = ", ".join(TABLE_SUFFIXES)
+        raise SpecError(f"cannot save heads to {path}: its suffix is {suffix!r}; use one of {suffixes}")
     target = check_output(path, TABLE_FILE, "overwrite" if overwrite else "refuse")
     if suffix == ".csv":
         write_atomically(target, to_csv().encode())

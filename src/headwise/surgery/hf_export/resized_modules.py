@@ -209,9 +209,9 @@ def _locate_attentions(
 
 def _separate_paths(paths: Mapping[str, str]) -> tuple[str, ...]:
     """Return the modules of the key and of the value projection, if each is a module of its own."""
-    found = [paths[key] for key in ("project.k", "project.v") if key in paths]
+    projections = [paths[key] for key in ("project.k", "project.v") if key in paths]
     others = [path for key, path in paths.items() if key == "project.q"]
-    return tuple(found) if len({*found, *others}) == 3 else ()
+    return tuple(projections) if len({*projections, *others}) == 3 else ()
 
 
 def _common_module(paths: Sequence[str]) -> str:
