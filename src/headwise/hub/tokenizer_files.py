@@ -142,7 +142,9 @@ def _read_image_processor(folder: Path, model_spec: ModelSpec) -> dict[str, Any]
         return {}
     for name, value in statistics.items():
         values = value if isinstance(value, list) else [value] * patches.channels
-        numbers = [float(number) for number in values if isinstance(number, int | float) and not isinstance(number, bool)]
+        numbers = [
+            float(number) for number in values if isinstance(number, int | float) and not isinstance(number, bool)
+        ]
         if not len(numbers) == len(values) == patches.channels:
             raise SpecError(f"{path}: {value!r} is not one number for each of {patches.channels} channels; correct it")
         statistics[name] = tuple(numbers)
