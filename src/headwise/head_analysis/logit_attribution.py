@@ -179,7 +179,7 @@ def _through_norm(norm: NormLayer, h: Tensor, readout: Tensor) -> Tensor:
 
 
 class LogitEffects(NamedTuple):
-    """What one head adds directly to each logit at one position, minus its mean over all tokens, and what is left out.
+    """Direct effects of a head on every logit at one position, minus their mean over all tokens; and what is left out.
 
     A number that is added to all logits changes no probability, so only differences from the mean count.
     """
@@ -190,7 +190,7 @@ class LogitEffects(NamedTuple):
 
 @torch.inference_mode()
 def attribute_all_logits(model: nn.Module, inputs: Any, site: str, head: int, position: int) -> LogitEffects:
-    """What a head adds through the residual stream to the logit of every token, [tokens], in float64.
+    """The effect of a head on the logit of every token through the residual stream, [tokens], in float64.
 
     The scale of the final norm is held at the value of the text. Effects through later layers are not part of it, and
     norms between the head and the end of its stack are left out, which the note then says.
@@ -247,7 +247,7 @@ def _apply_frozen_norm(norm: NormLayer, h: Tensor, written: Tensor) -> Tensor:
 
 
 def _describe_left_out(net: Transformer, stack: Any) -> str:
-    """What the direct effects of a model leave out; empty if they add up to its logits."""
+    """The parts that direct effects of a model leave out; empty if they add up to its logits."""
     left_out: list[str] = []
     if any(layer.placement not in DIRECT_PLACEMENTS for layer in stack.blocks):
         left_out.append("norms after the attention")

@@ -38,9 +38,9 @@ def multiply_channels(
     k = layer.arrays["k"][row, call.keys[0] : call.keys[1], layer.kv_head_of_query[head]].astype(np.float32)
     positions = layer.key_indices(call)
     allowed = trace.head_mask(site, head, slice(query, query + 1), row=row)[0][positions]
-    kept = np.flatnonzero(allowed)
-    products = k[kept] * q
-    if max_keys is not None and len(kept) > max_keys:
+    rows = np.flatnonzero(allowed)
+    products = k[rows] * q
+    if max_keys is not None and len(rows) > max_keys:
         strongest = np.sort(np.argsort(-products.sum(1), kind="stable")[:max_keys])
-        kept, products = kept[strongest], products[strongest]
-    return ChannelProducts(np.ascontiguousarray(products), positions[kept].astype(np.int32), call.scale)
+        rows, products = rows[strongest], products[strongest]
+    return ChannelProducts(np.ascontiguousarray(products), positions[rows].astype(np.int32), call.scale)

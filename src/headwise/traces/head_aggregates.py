@@ -27,15 +27,13 @@ def aggregate_heads(trace: Trace, sites: Sequence[str], how: str, *, row: int = 
     layers = [trace.get_layer(site) for site in sites]
     shape = _common_shape(layers)
     total = np.zeros(shape, np.float64 if how == "mean" else np.float32)
-    for layer in layers:
-        for head in range(layer.heads):
-            for start, stop in query_blocks(shape[0]):
-                weights = trace.head_weights(layer.name, head, slice(start, stop), row=row)
-                if how == "mean":
-                    total[start:stop] += weights
-                else:
-                    np.maximum(total[start:stop], weights, out=total[start:stop])
-    count = sum(layer.heads for layer in layers) if how == "mean" else 1
+    combine = np.add if how == "mean" else np.maximum
+    heads = [(layer.name, head) for layer in layers for head in range(layer.heads)]
+    for site, head in heads:
+        for start, stop in query_blocks(shape[0]):
+            weights = trace.head_weights(site, head, slice(start, stop), row=row)
+            combine(total[start:stop], weights, out=total[start:stop])
+    count = len(heads) if how == "mean" else 1
     return (total / count).astype(np.float32)
 
 

@@ -18,11 +18,11 @@ LISTED_TOKENS = 12  # with the largest and with the smallest effects
 def encode_products(view: OpenModel, site: str, head: int, query: int, row: int = 0) -> bytes:
     """The products [keys, channels] of a query with its allowed keys; or the reason why there are none."""
     try:
-        found = multiply_channels(view.get_recorded(), site, head, query, row=row, max_keys=MAX_KEYS)
+        result = multiply_channels(view.get_recorded(), site, head, query, row=row, max_keys=MAX_KEYS)
     except ValueError as error:
         return encode_arrays({}, reason=str(error))
-    arrays = {"products": found.products.astype(np.float32), "positions": found.positions}
-    return encode_arrays(arrays, reason="", scale=found.scale, query=query)
+    arrays = {"products": result.products.astype(np.float32), "positions": result.positions}
+    return encode_arrays(arrays, reason="", scale=result.scale, query=query)
 
 
 def encode_aggregate(view: OpenModel, site: str, how: str, scope: str, row: int = 0) -> bytes:

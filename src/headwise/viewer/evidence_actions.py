@@ -37,12 +37,12 @@ def find_evidence(model: OpenModel, arguments: Mapping[str, Any], progress: JobP
     examples = make_examples(model, arguments)[:MAX_TEXTS]
     maker = PictureMaker(model.get_model(), examples)
     scores: list[float] = []
-    found: list[dict[str, Any]] = []
+    texts: list[dict[str, Any]] = []
     for number, example in enumerate(examples):
         progress(number, len(examples), "reading texts")
         scores.append(maker.score(number, measured, name))
-        found.append({"text": _join_words(example), "pairs": _strongest_pairs(maker, number, measured)})
-    return encode_arrays({"scores": np.array(scores, np.float32)}, texts=found)
+        texts.append({"text": _join_words(example), "pairs": _strongest_pairs(maker, number, measured)})
+    return encode_arrays({"scores": np.array(scores, np.float32)}, texts=texts)
 
 
 def _measured_head(model: OpenModel, site: str, head: int) -> HeadMeasures:

@@ -58,7 +58,7 @@ def compute_effect(model: OpenModel, arguments: Mapping[str, Any], progress: Job
 
 
 def continue_text(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """What the model writes with all heads, and with the heads of the job ablated; the ablated heads do not change."""
+    """The texts of the model with all heads, and with the heads of the job ablated; the ablated heads do not change."""
     heads, options = read_heads(model, arguments), read_options(model, arguments)
     model.check_ablated(heads)
     progress(0, 2, "continuing the text")

@@ -1,4 +1,4 @@
-"""What the Lab shows beside the effect of ablated heads: the same outputs by a second way, and how the text goes on."""
+"""Checks beside the effect of ablated heads: the same outputs by a second way, and how the text goes on."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def check_by_removal(
 
     difference, largest = float((values - after.values).abs().max()), float(after.values.abs().max())
     dtype = next((str(one.dtype) for one in model.get_model().parameters() if one.is_floating_point()), "torch.float32")
-    found = OutputDifference("", difference, largest, 1, dtype.removeprefix("torch."))
-    return {"possible": True, "reason": "", **found.data, "areLogits": after.are_logits}
+    comparison = OutputDifference("", difference, largest, 1, dtype.removeprefix("torch."))
+    return {"possible": True, "reason": "", **comparison.data, "areLogits": after.are_logits}
 
 
 def _unchecked(reason: str) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _outputs_without_weights(model: OpenModel, heads: Sequence[AblatedHead]) -> 
 def continue_both(
     model: OpenModel, runs: LabRuns, heads: Sequence[AblatedHead], options: AblationOptions
 ) -> dict[str, Any]:
-    """What the model writes after the open text (an encoder-decoder: for its source), with all heads and without some.
+    """The text that the model writes after the open one (an encoder-decoder: for its source), with and without heads.
 
     Greedy decoding. Returns the tokens `before` and `after`, or the reason why there are none.
     """
@@ -111,6 +111,8 @@ def _prompt(model: OpenModel, runs: LabRuns) -> tuple[ModelInputs, int]:
 
 def _generate(runs: LabRuns, inputs: ModelInputs, first: int, patches: Mapping[Any, Any]) -> list[str]:
     """The new tokens, as texts."""
+    import torch
+
     from ..inspect.ablation import OutputEditor
     from ..inspect.hooks import ModelRun
 
@@ -119,7 +121,7 @@ def _generate(runs: LabRuns, inputs: ModelInputs, first: int, patches: Mapping[A
         by_site.setdefault(str(site), {})[int(head)] = patch
     editors = {site: OutputEditor(site, edited, None) for site, edited in by_site.items()}
     output = ModelRun(runs.net, inputs, NEW_TOKENS).run_with_hooks(runs.modules, editors)
-    ids = list((output.tolist() if hasattr(output, "tolist") else output)[0])
+    ids = list((output.tolist() if isinstance(output, torch.Tensor) else output)[0])
     prompt = list(inputs.prompt_ids[0]) if inputs.prompt_ids else []
     new = ids[len(prompt) :] if first and ids[: len(prompt)] == prompt else ids
     decode = find_token_decoder(runs.net)

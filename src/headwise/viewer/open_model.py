@@ -344,8 +344,8 @@ class OpenModel:
         with self._changing:
             if self.trace is not None and self.trace.classes and not trace.classes:
                 heads = {(layer.name, head) for layer in trace.layers for head in range(layer.heads)}
-                kept = {place: name for place, name in self.trace.classes.items() if place in heads}
-                trace = replace(trace, classes=kept)
+                classes = {place: name for place, name in self.trace.classes.items() if place in heads}
+                trace = replace(trace, classes=classes)
             self.trace, self.table, self.comparison = trace, None, None
             self.grouping, self.recorded = TokenGrouping(), None
             self.revision += 1
