@@ -29,6 +29,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("HEADWISE_MACHINE_CLASS")
     monkeypatch.setattr(takeover_points, "_CURRENT", takeover_points._CurrentPoints())
+    monkeypatch.setattr(calibration.os, "getloadavg", lambda: (0.5, 0.5, 0.5))
     return tmp_path
 
 
@@ -160,6 +161,16 @@ def test_a_calibration_that_cannot_be_kept_is_printed_and_fails(
     (home / ".cache").unlink()
     assert cli.main(["bench", "--calibrate", "--threads", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["stored_in"] == str(calibration_path(1))
+
+
+def test_what_a_busy_machine_measures_is_not_kept(home: Path, monkeypatch: pytest.MonkeyPatch):
+    clock = Clock()
+    monkeypatch.setattr(calibration, "measurements", lambda: {"flash_cpu": simulated(clock, 64, "flash_cpu")})
+    monkeypatch.setattr(calibration.os, "getloadavg", lambda: (999.0, 0.0, 0.0))
+    report = calibrate(1, clock=clock, total_seconds=1e6)
+    assert report.calibration.points == {"flash_cpu": 32.0}
+    assert not calibration_path(1).exists()
+    assert "not kept: other processes kept all processors busy (load average 999.0)" in str(report)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")

@@ -7,6 +7,7 @@ on, and with torch's path. Other work on the machine slows both, so their fastes
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -333,6 +334,7 @@ def calibrate(
     if unknown := sorted(set(names) - set(selected)):
         raise SpecError(f"there is no take-over point {unknown[0]!r}; use some of {', '.join(measurements())}")
     points, timings = dict[str, float](), dict[str, dict[int, SizeTiming]]()
+    load = os.getloadavg()[0]  # runnable processes before this one, averaged over the last minute
     with use_threads(count), torch.random.fork_rng():
         base, started = points_of_class(this_machine().machine_class, count), clock()
         for number, (name, one) in enumerate(selected.items()):
@@ -348,6 +350,9 @@ def calibrate(
     progress("")
     machine = this_machine()
     calibration = Calibration(machine.processor, machine.instructions, count, installed_versions(), time.time(), points)
+    if load > machine.usable_processors:
+        problem = f"other processes kept all processors busy (load average {load:.1f}); repeat it on a quiet machine"
+        return CalibrationReport(calibration, timings, seconds, problem=problem)
     return CalibrationReport(calibration, timings, seconds, *_store(calibration))
 
 
