@@ -264,7 +264,7 @@ def test_every_command_with_an_output_is_in_the_table():
     """A command that takes a path to write to, but is not tested above, fails here."""
     source = {path.stem: path.read_text() for path in Path(inspect.getfile(cli)).parent.rglob("*.py")}
     writing = {name for name, text in source.items() if '"--out"' in text or "add_overwrite_argument(" in text}
-    tested = {"trace", "view", "heads", "train", "study", "bench", "demo"}
+    tested = {"trace", "view", "heads", "train", "study", "bench", "demo", "learn"}
     assert writing == {*tested, "arguments", "compression_arguments", "comparison_options"}
 
 

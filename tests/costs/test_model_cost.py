@@ -483,7 +483,7 @@ def test_bad_configs_are_refused_in_one_line(capsys, tmp_path, name):
         (("mohsa", "--bogus", "3"), "there is no option --bogus"),
         (("gqa", "--layer", "3"), "--layer 3 is for models"),
         (("gqa", "--set", "source=9"), "whose length is not given; set Workload(source=512)"),
-        (("gqa", "--set", "pattern=blocks(7)", "--context", 10**15), "too many blocks; give at most 1835008"),
+        (("gqa", "--set", "pattern=blocks(7) & causal()", "--context", 10**15), "too many blocks; give at most 18"),
         (("gqa", "--optimiser", "adm"), "there is no optimiser 'adm'"),
         (("gqa", "--published", "palmm"), "did you mean 'palm'?"),
         (("gqa", "--published", "paper-2022"), "are of whole blocks, and gqa is one attention"),

@@ -48,7 +48,7 @@ def test_one_rank_prints_and_writes(tmp_path: Path):
         (["--parallelism", "data=3"], "headwise: data=3 needs 3 processes, not 2; start 3 processes"),
         (["--parallelism", "date=2"], "headwise: unknown parallel dimension 'date'; did you mean 'data'?"),
         (["--model", "mqaa"], "headwise: there is no preset, file or folder 'mqaa'; did you mean 'mqa'?"),
-        (["--parallelism", "tensor=2", "--batch", "0"], r"headwise: Recipe\(batch=0\) is out of range"),
+        (["--parallelism", "tensor=2", "--batch", "0"], "headwise: --batch 0 is too small; give 1 or more"),
     ],
 )
 def test_refusals_are_printed_once(tmp_path: Path, more: list[str], expected: str):

@@ -303,14 +303,14 @@ def test_bigbird_samples_by_its_definition():
             assert max(blocks - near) < 16
         else:
             assert blocks == near
-    assert BigBird(64, block=4, seed=2).drawn != BigBird(64, block=4, seed=3).drawn
+    assert BigBird(64, block=4, seed=2).sampled_blocks != BigBird(64, block=4, seed=3).sampled_blocks
 
 
 GOLDEN_DRAWS = [(-1, -1), (-1, -1), (4, 5), (5, 8), (6, 7), (2, 7), (2, 4), (2, 4), (2, 6), (3, 5), (-1, -1)]
 
 
 def test_bigbird_draws_the_same_on_every_python():
-    assert list(zip(*BigBird(10, block=1, random=2, seed=7).drawn, strict=True)) == GOLDEN_DRAWS
+    assert list(zip(*BigBird(10, block=1, random=2, seed=7).sampled_blocks, strict=True)) == GOLDEN_DRAWS
 
 
 def test_bigbird_takes_all_blocks_when_few_are_left():

@@ -57,10 +57,10 @@ def wait_for_ranks(processes: list[subprocess.Popen[str]], timeout: float = 120)
 def run_ranks(ranks: int, function: str, folder: Path) -> list[Any]:
     """Results of "module.function" on each of `ranks` ranks, called with the folder."""
     folder.mkdir(exist_ok=True)
-    for rank, (code, _, err) in enumerate(
-        wait_for_ranks(start_ranks(ranks, "-m", "support.rank_processes", function, str(folder)))
-    ):
-        assert code == 0, f"rank {rank}:\n{err}"
+    ended = wait_for_ranks(start_ranks(ranks, "-m", "support.rank_processes", function, str(folder)))
+    assert not any(code for code, _, _ in ended), "\n".join(
+        f"rank {rank}:\n{err}" for rank, (_, _, err) in enumerate(ended)
+    )
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 

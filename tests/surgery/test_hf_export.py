@@ -673,7 +673,7 @@ def test_module_indices_follow_their_list(tmp_path: Path, here: None):
 def test_the_loader_is_text_for_others():
     """Short, of torch, transformers and the standard library alone; nothing in headwise runs it."""
     text = resized_modules.LOADER_SOURCE.read_text()
-    assert len(text.splitlines()) < 200
+    assert len(text.splitlines()) < 210
     assert "headwise" not in text.split('"""')[2]
     names = {line.split()[1].partition(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
     assert names == {"hashlib", "inspect", "json", "pathlib", "torch", "transformers", "types"}

@@ -110,7 +110,7 @@ def measurements() -> dict[str, PointMeasurement]:
     lengths, bf16 = (32, 64, 128, 256, 512), torch.bfloat16
     plain, window = {"preset": "mha", "pattern": "causal()"}, {"preset": "mha", "pattern": "window(128)"}
     linear_heads = {"preset": "linear"}
-    found = {
+    points = {
         "flash_cpu": PointMeasurement(lengths, lambda size: _layer_call(plain, size)),
         "block_sparse": PointMeasurement((192, 256, 384, 512, 1024), lambda size: _layer_call(window, size)),
         "routed": PointMeasurement((512, 1024, 2048), lambda size: _layer_call({"preset": "moh"}, size)),
@@ -123,14 +123,14 @@ def measurements() -> dict[str, PointMeasurement]:
     }
     for dtype, label in small_batch_ops.GEMV_DTYPES.items():
         nbytes = (2**18, 2**20, 2**22, 2**24, 2**26)
-        found[f"ragged_{label}"] = PointMeasurement(
+        points[f"ragged_{label}"] = PointMeasurement(
             (2**19, 2**21, 2**22, 2**23, 2**24), lambda size, dtype=dtype: _decode_call(size, dtype)
         )
-        found[f"gemv_{label}"] = PointMeasurement(nbytes, lambda size, dtype=dtype: _product_call(size, 1, dtype))
-        found[f"gemv_tokens_{label}"] = PointMeasurement(
+        points[f"gemv_{label}"] = PointMeasurement(nbytes, lambda size, dtype=dtype: _product_call(size, 1, dtype))
+        points[f"gemv_tokens_{label}"] = PointMeasurement(
             (1, 2, 4, 8, 16, 64), lambda size, dtype=dtype: _product_call(2**24, size, dtype)
         )
-    return {name: found[name] for name in POINT_NAMES if has_kernels() or name in KERNEL_FREE_POINTS}
+    return {name: points[name] for name in POINT_NAMES if has_kernels() or name in KERNEL_FREE_POINTS}
 
 
 KERNEL_FREE_POINTS = ("block_sparse", "linear", "bf16_matmul", "bf16_matmul_gradients", "bf16_training")
@@ -296,13 +296,13 @@ class CalibrationReport:
         lines += ["", f"  {'take-over point':<22} {'measured':>16} {'table':>16}", "      speedup of headwise by size"]
         for name, size in self.calibration.points.items():
             sizes = ", ".join(f"{one:,}: {timing.speedup:.2f}" for one, timing in self.timings[name].items())
-            own, known = _format_size(name, size), _format_size(name, table[name].size)
-            lines += [f"  {name:<22} {own:>16} {known:>16}", *wrap_lines(sizes, "      ")]
+            own, table_size = _format_size(name, size), _format_size(name, table[name].size)
+            lines += [f"  {name:<22} {own:>16} {table_size:>16}", *wrap_lines(sizes, "      ")]
         if missing := [name for name in measurements() if name not in self.calibration.points]:
             lines += wrap_lines(f"! not measured, so the table holds: {', '.join(missing)}")
-        kept = f"kept in {self.stored_in}" if self.stored_in else f"not kept: {self.problem}"  # not wrapped: a path
+        location = f"kept in {self.stored_in}" if self.stored_in else f"not kept: {self.problem}"  # not wrapped: a path
         threads = f"{self.calibration.threads} thread{'s' if self.calibration.threads > 1 else ''}"
-        return "\n".join([*lines, "", f"{threads}, {format_seconds(self.seconds)}", kept])
+        return "\n".join([*lines, "", f"{threads}, {format_seconds(self.seconds)}", location])
 
 
 def _format_size(name: str, size: float) -> str:

@@ -204,7 +204,7 @@ class RingCache(SlotCache):
         """Write consecutive tokens of all rows, those that stay in the cache; no value is read from the device."""
         stop = start + at.count
         opening = torch.arange(start, max(start, min(self.first, stop)), device=self.device)
-        recent = torch.arange(max(start, self.first, stop - self.last), stop, device=self.device)
+        recent = torch.arange(min(stop, max(start, self.first, stop - self.last)), stop, device=self.device)
         column = torch.cat([opening, recent]) - start
         slot = torch.cat([opening, self.first + (recent - self.first) % self.last])
         for name, new in self._to_storage(entry).items():

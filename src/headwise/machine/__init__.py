@@ -1,4 +1,4 @@
-"""What the machine can do, and from which sizes headwise's own paths are faster than torch's on it.
+"""Capabilities of the machine, and the sizes from which headwise's own paths are faster than torch's on it.
 
 Reading order:
 

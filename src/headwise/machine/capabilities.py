@@ -1,4 +1,4 @@
-"""What the processor can do: instruction sets, usable cores, caches and NUMA nodes, read once per process.
+"""Capabilities of the processor: instruction sets, usable cores, caches and NUMA nodes, read once per process.
 
 Linux reports them in /proc and /sys, macOS by `sysctl`. A value that the system does not report is left out, and
 nothing is assumed in its place. A container may show every processor of its host and allow the time of a few: the
@@ -122,7 +122,7 @@ class MachineCapabilities:
         return "; ".join(words)
 
     def notes(self, torch_threads: int) -> list[str]:
-        """What to change about torch's number of threads: more threads than usable processors wait for each other."""
+        """Advice about torch's number of threads: more threads than usable processors wait for each other."""
         if torch_threads > self.usable_processors:
             allowed = f"{self.usable_processors} of {self.visible_processors} visible processors may be used"
             return [f"torch has {torch_threads} threads, but {allowed}; call {self._set_threads_call}"]
@@ -168,9 +168,9 @@ def read_linux(root: Path = Path("/"), torch_level: str | None = None) -> Machin
     level = torch.backends.cpu.get_cpu_capability() if torch_level is None else torch_level
     fields = _cpuinfo_fields(_read_text(root / "proc/cpuinfo"))
     flags = set(fields.get("flags", fields.get("Features", "")).split())
-    known = X86_INSTRUCTIONS if "flags" in fields else ARM_INSTRUCTIONS
-    names = [name for flag, name in known.items() if flag in flags]
-    if known is X86_INSTRUCTIONS and level in TORCH_LEVELS_WITHOUT_AVX512:
+    instructions = X86_INSTRUCTIONS if "flags" in fields else ARM_INSTRUCTIONS
+    names = [name for flag, name in instructions.items() if flag in flags]
+    if instructions is X86_INSTRUCTIONS and level in TORCH_LEVELS_WITHOUT_AVX512:
         names = [name for name in names if name == "AVX2"]
     visible = os.cpu_count() or 1 if root == Path("/") else max(1, int(fields.get("count", "1")))
     quota = read_cgroup_quota(root)
@@ -224,13 +224,13 @@ def read_cgroup_quota(root: Path = Path("/")) -> float | None:
 
 def read_caches(cpus: Path) -> tuple[CacheLevel, ...]:
     """The data caches below /sys/devices/system/cpu, smallest level first; caches that processors share count once."""
-    found: dict[tuple[int, str], int] = {}  # bytes by level and sharing processors
+    sizes: dict[tuple[int, str], int] = {}  # bytes by level and sharing processors
     for index in sorted(cpus.glob("cpu[0-9]*/cache/index[0-9]*")):
         level, size, shared, kind = (_read_text(index / name) for name in ("level", "size", "shared_cpu_list", "type"))
         if kind != "Instruction" and level.isdigit() and (nbytes := parse_size(size)):
-            found[int(level), shared] = nbytes
-    kinds = dict.fromkeys((level, size) for (level, _), size in found.items())
-    counts = {kind: sum((level, size) == kind for (level, _), size in found.items()) for kind in kinds}
+            sizes[int(level), shared] = nbytes
+    kinds = dict.fromkeys((level, size) for (level, _), size in sizes.items())
+    counts = {kind: sum((level, size) == kind for (level, _), size in sizes.items()) for kind in kinds}
     return tuple(CacheLevel(level, size, counts[level, size]) for level, size in sorted(kinds))
 
 

@@ -192,7 +192,7 @@ def assume_points(points: TakeoverPoints) -> Iterator[None]:
 
 
 def machine_notes() -> list[str]:
-    """What the machine can do, where the take-over points come from, and what is wrong with its threads."""
+    """Capabilities of the machine, where the take-over points come from, and what is wrong with its threads."""
     machine = this_machine()
     notes = machine.notes(torch.get_num_threads())
     return [f"machine: {machine.describe()}", *current_points().describe(), *notes]

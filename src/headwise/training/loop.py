@@ -196,8 +196,8 @@ def _run_training(setup: TrainingSetup, resume: str, loggers: Sequence[MetricLog
         with _open_loggers(loggers if world.is_leader else [], run, omit_model(setup.config)) as write:
             for note in notes:
                 write({"event": "note", "step": run.progress.step, "says": note})
-            ahead = {"ahead": run.recipe.prefetch, "stop": run.recipe.steps}
-            with BatchPrefetcher(setup.task, run.recipe.batch, **ahead) as batches:
+            ahead = run.recipe.prefetch if world.size == 1 else 0
+            with BatchPrefetcher(setup.task, run.recipe.batch, ahead=ahead, stop=run.recipe.steps) as batches:
                 _run_steps(run, setup, write, interrupts, batches)
             return _finish_run(run, write)
 

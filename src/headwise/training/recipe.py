@@ -179,7 +179,7 @@ class Recipe(CheckedDataclass):
     rows="packed" concatenates the texts of a batch into one row, "padded" pads each to the longest.
     activations="recompute" recomputes the activations of each block in the backward pass. `parallelism` is how the
     ranks of torchrun divide the work, such as "data=2" or "data=2,shards=2"; "auto" is data parallelism. `prefetch` is
-    the number of batches that a thread prepares ahead; 0 prepares each when it is needed.
+    the number of batches that a thread prepares ahead on one rank; 0, or several ranks, prepare each when it is needed.
 
     >>> Recipe(steps=600, lr=0.003)
     Recipe(steps=600, lr=0.003)
