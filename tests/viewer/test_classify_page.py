@@ -109,6 +109,7 @@ def test_a_class_of_ones_own_is_saved_with_the_trace(page: Any, tmp_path: Path):
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
         page.get_by_role("link", name="Class").click()
+        page.get_by_label("your class: E1 H2").focus()
         page.get_by_label("your class: E1 H2").select_option("induction")
         page.wait_for_timeout(800)
         page.keyboard.press("Escape")

@@ -70,8 +70,13 @@ export function TextScreen(): JSX.Element {
       };
       // a row of a long text is read at once; a column needs every row, so it waits until the pointer rests
       const isLong = !isAll && (site.value?.numQueries ?? 0) > MAX_CELLS && place.key !== null;
-      const rest: Promise<unknown> = isLong ? show(null).then(() => new Promise((done) => setTimeout(done, COLUMN_WAIT_MS))) : Promise.resolve();
-      void rest.then(() => (abort.signal.aborted ? null : show(place.key))).catch(() => null);
+      const first = show(isLong ? null : place.key);
+      const rest = async () => {
+        await first;
+        if (isLong) await new Promise((done) => setTimeout(done, COLUMN_WAIT_MS));
+        if (isLong && !abort.signal.aborted) await show(place.key);
+      };
+      rest().catch(() => null); // the pointer has moved on
     }
     return () => abort.abort();
   });
