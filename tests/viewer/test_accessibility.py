@@ -15,6 +15,7 @@ from support.page_browser import MUST_RUN, served, wait_until
 AXE = Path(hw.__file__).parent / "viewer" / "web" / "node_modules" / "axe-core" / "axe.min.js"
 VARIANTS = (  # of screens, beside those that the rail names
     *("#/map?cells=class", "#/map?cells=entropy", "#/head?site=4&head=3&form=lines", "#/head?site=3&head=2&form=arcs"),
+    "#/head?table=1",
     *("#/text?token=3", "#/steps?site=3&head=2&token=5"),
 )
 DIALOGS = {"export": "e", "keys": "?", "commands": "/"}

@@ -6,7 +6,11 @@ Times are printed (run pytest with -s), not asserted, because they are those of 
 from __future__ import annotations
 
 import json
+import resource
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +43,30 @@ FRAMES = """async (kind) => {
 }"""
 
 
+# Walks a selection by keys. Returns what was drawn on the canvases of the Map, and how many elements have changed.
+WALK = """async (count) => {
+  const drawn = [], changed = new Set();
+  const names = ['putImageData', 'drawImage', 'fillRect', 'strokeRect', 'fillText', 'clearRect'];
+  for (const name of names) {
+    const draw = CanvasRenderingContext2D.prototype[name];
+    CanvasRenderingContext2D.prototype[name] = function (...rest) {
+      if (this.canvas.closest?.('.band')) drawn.push(name);
+      return draw.apply(this, rest);
+    };
+  }
+  const watch = new MutationObserver((list) => {
+    for (const one of list) for (const node of [one.target, ...one.addedNodes]) changed.add(node);
+  });
+  const where = document.querySelector('.grid, .switches, table.data');
+  watch.observe(where, { subtree: true, childList: true, attributes: true, characterData: true });
+  for (let n = 0; n < count; n++) {
+    dispatchEvent(new KeyboardEvent('keydown', { key: n % 4 ? 'ArrowRight' : 'ArrowDown', cancelable: true }));
+    await new Promise(requestAnimationFrame);
+  }
+  await new Promise((done) => setTimeout(done, 100));
+  return { drawn: drawn.length, changed: changed.size, nodes: document.querySelectorAll('*').length };
+}"""
+
 # Reads a copy of a canvas, because one that is read twice is moved off the GPU, which the console reports.
 READ_PIXELS = """(canvas, place) => {
   const [x, y, w, h] = place.map(Math.round), copy = new OffscreenCanvas(w, h);
@@ -66,6 +94,19 @@ HOVER = """async () => {
 
 def report(**figures: Any) -> None:
     print(json.dumps(figures))
+
+
+class WorkMeter:
+    """Processor time of the page's main thread, which other programs on the machine do not change much."""
+
+    def __init__(self, page: Any) -> None:
+        self.session = page.context.new_cdp_session(page)
+        self.session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def read_ms(self) -> float:
+        """Milliseconds so far."""
+        metrics = {item["name"]: item["value"] for item in self.session.send("Performance.getMetrics")["metrics"]}
+        return metrics["TaskDuration"] * 1000
 
 
 def open_map(page: Any, url: str, query: str = "") -> None:
@@ -107,9 +148,37 @@ def test_a_map_of_a_thousand_heads_is_drawn_on_few_canvases(page: Any):
         assert page.locator("[role=gridcell] canvas").count() == 0
         assert page.locator("canvas").count() <= 10
         page.wait_for_timeout(1000)
+        meter = WorkMeter(page)
         for kind in ("keys", "scroll", "hover"):
+            begin = meter.read_ms()
             median, slow = page.evaluate(FRAMES, kind)
-            report(heads=1024, kind=kind, median_ms=median, ninetieth_percentile_ms=slow)
+            work = round((meter.read_ms() - begin) / 40, 1)
+            report(heads=1024, kind=kind, median_ms=median, ninetieth_percentile_ms=slow, work_ms=work)
+        found = page.evaluate(WALK, 16)
+        assert found["drawn"] == 0  # the selection is a style of the cells above the canvases
+        assert found["changed"] <= 2 * 17
+        assert found["nodes"] <= 2000
+
+
+@pytest.mark.parametrize(
+    ("screen", "layers", "heads", "most_changed", "most_nodes"),
+    [("lab", 80, 64, 2 * 17, 12_000), ("classify", 32, 32, 2 * 17, 20_000)],
+)
+def test_a_new_selection_changes_two_elements_of_a_large_screen(
+    page: Any, screen: str, layers: int, heads: int, most_changed: int, most_nodes: int
+):
+    trace = make_large_trace(layers, heads, 8)
+    with served(OpenModel(trace, table=make_table(trace))) as url:
+        open_map(page, url)
+        page.evaluate(f"location.hash = '#/{screen}'")
+        wait_until(page, "document.querySelector('.switches, table.data') !== null")
+        page.wait_for_timeout(300)
+        meter = WorkMeter(page)
+        begin = meter.read_ms()
+        found = page.evaluate(WALK, 16)
+        report(screen=screen, heads=layers * heads, work_ms=round((meter.read_ms() - begin) / 16, 1), **found)
+        assert found["changed"] <= most_changed
+        assert found["nodes"] <= most_nodes
 
 
 def test_a_map_of_eighty_layers_draws_the_rows_near_the_window(page: Any):
@@ -127,6 +196,49 @@ def test_a_map_of_eighty_layers_draws_the_rows_near_the_window(page: Any):
         assert page.evaluate(drawn_rows)[0] is False
         for kind in ("keys", "scroll", "hover"):
             report(heads=5120, kind=kind, median_ms=page.evaluate(FRAMES, kind)[0])
+
+
+def make_transformers_folder(folder: Path) -> int:
+    """A GPT-2 of random weights with a tokenizer of words; returns its number of parameters."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    config = transformers.GPT2Config(vocab_size=20_000, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(folder)
+    words = Tokenizer(
+        WordLevel({"[UNK]": 0} | {f"w{number}": number for number in range(1, 20_000)}, unk_token="[UNK]")
+    )
+    words.pre_tokenizer = Whitespace()
+    words.save(str(folder / "tokenizer.json"))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.slow
+def test_the_first_map_of_a_model_of_a_hundred_million_parameters(page: Any, tmp_path: Path):
+    """From the command to the filled Map: start of Python, load of the folder, one run, thumbnails, page."""
+    count = make_transformers_folder(tmp_path)
+    assert count > 99_000_000
+    text = " ".join(f"w{number}" for number in range(1, 65))
+    command = [sys.executable, "-m", "headwise", "view", str(tmp_path), "--no-browser", "--read-only", "--text", text]
+    begin = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            served_after = time.monotonic() - begin
+            open_map(page, line.split(": ", 1)[1].split()[0])
+            assert page.get_by_role("gridcell").count() == 144
+            pixels = cell_pixels(page, "L0 H0").reshape(-1, 3)
+            assert len(np.unique(pixels, axis=0)) > 3
+            map_s = time.monotonic() - begin
+        finally:
+            server.terminate()
+    work = resource.getrusage(resource.RUSAGE_CHILDREN)  # of the server, the browser runs on
+    work_s = round(work.ru_utime + work.ru_stime, 1)
+    report(parameters=count, address_s=round(served_after, 1), map_s=round(map_s, 1), processor_s=work_s)
 
 
 def test_masked_parts_of_thumbnails_are_hatched(page: Any):
@@ -277,6 +389,70 @@ def test_a_long_head_opens_at_once_and_answers_exactly(page: Any):
             query, key = np.unravel_index(weights[rows, columns].argmax(), (8, 8))
             words = f"w{rows.start + query} → key ␣w{columns.start + key}"
             assert words in page.get_by_test_id("exact").inner_text()
+
+
+# Counts the styles that a move of the pointer writes; a chip that is pointed at again writes none.
+HOVER_CHIPS = """async (places) => {
+  const chips = document.querySelectorAll('.chip'), counts = [];
+  const write = CSSStyleDeclaration.prototype.setProperty;
+  let written = 0;
+  CSSStyleDeclaration.prototype.setProperty = function (...rest) { written++; return write.apply(this, rest); };
+  for (const [place, limit] of places) {
+    const begin = performance.now();
+    written = 0;
+    chips[place].dispatchEvent(new MouseEvent('mouseover', { bubbles: true }));
+    while (!written && performance.now() - begin < limit) await new Promise((done) => setTimeout(done, 1));
+    const time = performance.now() - begin;
+    await new Promise((done) => setTimeout(done, 250));
+    counts.push([written, Math.round(time)]);
+  }
+  CSSStyleDeclaration.prototype.setProperty = write;
+  return counts;
+}"""
+
+
+def test_eight_thousand_tokens_can_be_used(page: Any):
+    """One head of 8,192 tokens: small answers, a minimap, exact rows, a text of which the pointer changes few chips."""
+    opened = OpenModel(make_large_trace(1, 1, 8192))
+    opened.thumbnails()
+    sizes: dict[str, int] = {}
+    page.on(
+        "response", lambda answer: sizes.update({answer.url.partition("/api/")[2].partition("?")[0]: length(answer)})
+    )
+    with served(opened) as url:
+        open_map(page, url)
+        begin = time.monotonic()
+        page.evaluate("location.hash = '#/head?scale=lin'")
+        wait_until(page, "document.querySelector('.matrix-canvas canvas')?.width > 1")
+        draft = time.monotonic() - begin
+        wait_until(page, "document.querySelector('.matrix-canvas:not(.draft) canvas')?.width >= 512")
+        report(
+            tokens=8192, draft_s=round(draft, 2), exact_s=round(time.monotonic() - begin, 2), tile_bytes=sizes["tile"]
+        )
+        assert sizes["tile"] <= 2 * 512 * 512 + 1000
+        assert page.locator(".minimap canvas").count() == 1
+        page.evaluate("location.hash = '#/head?scale=lin&position=8000&part=7900.8100.7900.8100'")
+        weights = opened.get_trace().head_weights("layers.0.attention", 0, slice(8000, 8001))[0]
+        page.get_by_text("query 8000 · ␣w8000").wait_for()
+        first = page.locator(".row-panel tbody tr").first
+        wanted = [str(int(weights.argmax())), f"{weights.max():.4}"]
+        assert first.inner_text().split()[:1] + first.inner_text().split()[-1:] == wanted
+        assert sizes["row"] <= 5 * 8192 + 1000
+        assert page.locator(".toks .tok").count() <= 1024
+        page.get_by_text("tokens 7680–8191 of 8192").wait_for()
+        page.evaluate("location.hash = '#/text?position=8000'")
+        wait_until(page, "document.querySelectorAll('.chip').length === 8192")
+        page.wait_for_timeout(500)
+        meter = WorkMeter(page)
+        begin_ms = meter.read_ms()
+        found = page.evaluate(HOVER_CHIPS, [[4000, 15_000], [4400, 15_000], [4400, 600]])
+        report(tokens=8192, hover=found, work_ms=round((meter.read_ms() - begin_ms) / 3))
+        assert 0 < found[1][0] < 8192  # of 16,384 styles
+        assert found[2][0] == 0
+
+
+def length(answer: Any) -> int:
+    return int(answer.headers.get("content-length", 0))
 
 
 def test_a_part_of_a_long_head_is_shown_with_one_cell_for_each_pair(page: Any):

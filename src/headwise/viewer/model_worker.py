@@ -165,7 +165,7 @@ class ModelWorker:
                 job.publish({"state": "done"})
             except JobCancelled as stop:
                 job.publish({"state": "cancelled", "note": str(stop)})
-            except Exception as error:  # a job may run any model: its failure must not end the worker
+            except (Exception, SystemExit) as error:  # a job may run any model: its failure must not end the worker
                 job.publish({"state": "failed", "error": describe_error(error)})
 
 
@@ -176,14 +176,31 @@ def describe_error(error: BaseException) -> dict[str, str]:
     {'fact': 'there is no file model.json', 'remedy': 'give a folder'}
     >>> describe_error(ValueError("cannot keep 9 of the heads. Give a fraction such as 0.5"))
     {'fact': 'cannot keep 9 of the heads', 'remedy': 'Give a fraction such as 0.5'}
+    >>> describe_error(MemoryError())
+    {'fact': 'the memory of this machine does not suffice', 'remedy': 'use a shorter text or a smaller model'}
     """
     text = hide_folders(" ".join(str(error).split()))[:400]
+    if is_out_of_memory(error) and not (isinstance(error, MemoryError) and text):
+        return {
+            "fact": "the memory of this machine does not suffice",
+            "remedy": "use a shorter text or a smaller model",
+        }
     if isinstance(error, (ValueError, MemoryError)) and text:
         fact, separator, remedy = text.partition("; ")
         if not separator:  # "fact. Remedy"
             fact, _, remedy = text.rpartition(". ")
         return {"fact": fact or text, "remedy": remedy if fact else ""}
     return {"fact": f"{type(error).__name__}: {text}" if text else type(error).__name__, "remedy": ""}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory does not suffice; torch reports that by the words of a RuntimeError.
+
+    >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), is_out_of_memory(ValueError("a"))
+    (True, False)
+    """
+    is_torch = isinstance(error, RuntimeError) and ("allocate memory" in str(error) or "out of memory" in str(error))
+    return is_torch or isinstance(error, MemoryError)
 
 
 def hide_folders(text: str) -> str:

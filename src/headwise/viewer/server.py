@@ -44,12 +44,12 @@ from .http_security import (
 )
 from .lab_actions import compute_effect, continue_text, plan_curves, remove_greedily, sweep_heads
 from .model_actions import JOB_KINDS, TextTooLong, check_text_length
-from .model_worker import END_STATES, Job, ModelWorker, QueueFull, describe_error
+from .model_worker import END_STATES, Job, ModelWorker, QueueFull, describe_error, is_out_of_memory
 from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
 from .similarity_actions import compute_similarity
 from .step_answers import encode_steps, find_steps
 from .surgery_actions import convert_heads, describe_surgery, plan_conversion, plan_pruning, prune_heads
-from .tile_encoding import encode_arrays
+from .tile_encoding import encode_arrays, encode_result
 
 STATIC_FOLDER = Path(__file__).parent / "static"
 MEDIA_TYPES = {
@@ -151,10 +151,8 @@ class ViewServer:
                     return error_response(413, error)
                 except (ValueError, KeyError, IndexError) as error:
                     return error_response(400, error)
-                except MemoryError as error:
-                    return error_response(507, error)
                 except Exception as error:  # whatever a model or a trace does, the server stays up
-                    return error_response(500, error)
+                    return error_response(507 if is_out_of_memory(error) else 500, error)
             fact = f"the answer took longer than {MAX_REQUEST_SECONDS:g} s"
             return error_response(503, ValueError(f"{fact}; ask for a smaller part, or use a shorter text"))
 
@@ -337,7 +335,8 @@ class ViewServer:
             return error_response(409, ValueError(f"the job is {job.state}; wait until it is done"))
         if isinstance(job.result, bytes):
             return Response(job.result, media_type=BINARY)
-        return json_response(job.result)
+        packed = encode_result(job.result)
+        return json_response(job.result) if packed is None else Response(packed, media_type=BINARY)
 
     def _job(self, request: Request) -> Job:
         job = self.worker.jobs.get(request.path_params["job"])

@@ -5,15 +5,35 @@ import { setAblated } from "./actions";
 import { t } from "./i18n";
 import type { AblatedHead } from "./source";
 import { doc, jobError, runJob, sites, source } from "./state";
+import { between, keepInUrl, oneOf, readRanges, toList, toText, urlSignal, writeRanges } from "./url_state";
 
 export const MODES = ["zero", "mean", "resample", "noise"] as const;
 export type Mode = (typeof MODES)[number];
 
-export const mode = signal<Mode>("zero");
-export const factor = signal(0); // of the output, in the mode "zero"
+export const mode = urlSignal<Mode>("mode", "zero", oneOf(MODES), "work");
+export const factor = urlSignal("factor", 0, between(0, 1), "work"); // of the output, in the mode "zero"
 export const chosenTokens = signal<Record<string, number[]>>({}); // positions by stream; none: all
-export const resampleText = signal("");
-export const randomSets = signal(5);
+keepInUrl(
+  "tokens",
+  {
+    get value() {
+      return Object.entries(chosenTokens.value).flatMap(([stream, positions]) => (positions.length ? [[stream, ...writeRanges(positions)].join(".")] : []));
+    },
+    set value(streams: string[]) {
+      chosenTokens.value = Object.fromEntries(streams.map(readPositions));
+    },
+  },
+  toList,
+  "work",
+);
+export const resampleText = urlSignal("resample", "", toText, "work");
+export const randomSets = urlSignal("random", 5, (text) => Math.round(between(0, 20)(text)), "work");
+
+/** A stream and its positions from "stream.3-5.9". */
+function readPositions(text: string): [string, number[]] {
+  const [stream = "", ...ranges] = text.split(".");
+  return [stream, readRanges(ranges)];
+}
 
 export interface NextToken {
   token: string;

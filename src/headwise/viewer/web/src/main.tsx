@@ -1,21 +1,22 @@
 // The page: loads what is open, shows the screen that the URL names, and listens to the keyboard.
 
-import { signal } from "@preact/signals";
+import { batch, signal } from "@preact/signals";
 import { render, type ComponentType, type JSX } from "preact";
 import { groupTokens, isGrouped, measureHeads, toggleAblated, togglePin } from "./actions";
 import { startClassNames } from "./class_names";
 import { watchTheme } from "./canvas/colors";
 import { ErrorNote } from "./components/basics";
+import { brushedHeads, classFilter } from "./components/head_grid";
 import { CommandBox, KeySheet, TextDialog } from "./components/overlays";
 import { Shell } from "./components/shell";
 import { t, type TextKey } from "./i18n";
-import { addedTokens, announcement, doc, excludedTokens, isLoaded, loadDocument, loadError, measures, moveHead, overlay, screen, selectedToken, showsTable, source, startHash, type ScreenId } from "./state";
-import { HeadScreen } from "./screens/head";
+import { addedTokens, announcement, doc, excludedTokens, isLoaded, loadDocument, loadError, lockedCell, measures, moveHead, overlay, screen, selectedToken, showsTable, source, startHash, type ScreenId } from "./state";
 import { MapScreen } from "./screens/map";
 
 /** Screens that are loaded when they are opened first. */
 const LAZY: Partial<Record<ScreenId, () => Promise<ComponentType>>> = {
   open: async () => (await import("./screens/open")).OpenScreen,
+  head: async () => (await import("./screens/head")).HeadScreen,
   text: async () => (await import("./screens/text")).TextScreen,
   classify: async () => (await import("./screens/classify")).ClassifyScreen,
   lab: async () => (await import("./screens/lab")).LabScreen,
@@ -25,7 +26,7 @@ const LAZY: Partial<Record<ScreenId, () => Promise<ComponentType>>> = {
   steps: async () => (await import("./screens/steps")).StepsScreen,
   similarity: async () => (await import("./screens/similarity")).SimilarityScreen,
 };
-const loaded = signal<Partial<Record<ScreenId, ComponentType>>>({ map: MapScreen, head: HeadScreen });
+const loaded = signal<Partial<Record<ScreenId, ComponentType>>>({ map: MapScreen });
 const AVAILABLE: ScreenId[] = ["open", "map", "head", "text", "classify", "similarity", "lab", "prune", "steps", "diff", "cost"];
 
 /** Screens that work with the tokens of the model. */
@@ -83,6 +84,17 @@ function App(): JSX.Element {
   );
 }
 
+/** Release what clicks and drags have kept: tokens, a cell, a class, heads of the scatter plot. */
+function releaseChoices(): void {
+  batch(() => {
+    selectedToken.value = null;
+    addedTokens.value = excludedTokens.value = [];
+    lockedCell.value = null;
+    classFilter.value = "";
+    brushedHeads.value = null;
+  });
+}
+
 const KEYS: Record<string, () => void> = {
   ArrowLeft: () => moveHead(0, -1),
   ArrowRight: () => moveHead(0, 1),
@@ -98,10 +110,7 @@ const KEYS: Record<string, () => void> = {
   "]": () => history.forward(),
   Escape: () => {
     if (overlay.value) overlay.value = "";
-    else {
-      selectedToken.value = null;
-      addedTokens.value = excludedTokens.value = [];
-    }
+    else releaseChoices();
   },
 };
 

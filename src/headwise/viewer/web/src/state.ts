@@ -1,7 +1,8 @@
 // All state of the page as signals. What a link must restore is mirrored in the URL hash.
 
 import { batch, computed, effect, signal } from "@preact/signals";
-import { makeSource, RequestError, type JobEvent, type Message, type PageError, type Site, type ViewDocument } from "./source";
+import { makeSource, RequestError, type AblatedHead, type JobEvent, type Message, type PageError, type Site, type ViewDocument } from "./source";
+import { between, keepInUrl, keepUrl, oneOf, toFlag, toList, toNumber, toNumberOrNull, toText, urlSignal } from "./url_state";
 
 export const source = makeSource();
 export const SCREENS = ["open", "map", "head", "text", "classify", "similarity", "lab", "prune", "steps", "diff", "cost"] as const;
@@ -21,51 +22,54 @@ export type Lens = (typeof LENSES)[number];
 // --- what the URL holds --------------------------------------------------------------------------------
 
 export const screen = signal<ScreenId>("map");
-export const selectedSite = signal(0);
-export const selectedHead = signal(0);
-export const selectedToken = signal<number | null>(null);
-export const cellMode = signal("thumbnail"); // "thumbnail", "class" or a measure
-export const headForm = signal<"matrix" | "lines" | "arcs" | "points" | "channels">("matrix");
-export const lens = signal<Lens>("weight");
-export const scale = signal<Scale>("sqrt");
-export const sortHeads = signal("index");
+export const selectedSite = urlSignal("site", 0, toNumber);
+export const selectedHead = urlSignal("head", 0, toNumber);
+export const selectedToken = urlSignal<number | null>("position", null, toNumberOrNull);
+export const cellMode = urlSignal("cells", "thumbnail", toText); // "thumbnail", "class" or a measure
+export const headForm = urlSignal("form", "matrix", oneOf(["matrix", "lines", "arcs", "points", "channels"]));
+export const lens = urlSignal<Lens>("lens", "weight", oneOf(LENSES));
+export const scale = urlSignal<Scale>("scale", "sqrt", oneOf(SCALES));
+export const sortHeads = urlSignal("sort", "index", toText);
 /** The Map shows this many heads, the strongest by a measure; 0 is all. */
-export const topCount = signal(0);
+export const topCount = urlSignal("top", 0, toNumber);
 /** The first and last layer that the Map shows; none is all. */
-export const layerRange = signal<number[]>([]);
-export const scatterX = signal("entropy");
-export const scatterY = signal("sink");
-export const scatterColor = signal("class"); // "class" or a measure
-export const rowMarginal = signal<"entropy" | "maximum">("entropy");
-export const matrixView = signal<View | null>(null); // the part of the matrix that the Head screen shows; null is all
-export const language = signal<"en" | "zh">(initialLanguage());
-export const theme = signal<"" | "light" | "dark">("");
-export const selectedStep = signal(0); // of the Steps screen
-export const selectedKey = signal<number | null>(null); // position of the key whose numbers the Steps screen shows
+export const layerRange = urlSignal<number[]>("layers", [], (text) => (/^\d+,\d+$/.test(text) ? toList(text).map(toNumber) : []));
+export const scatterX = urlSignal("x", "entropy", toText);
+export const scatterY = urlSignal("y", "sink", toText);
+export const scatterColor = urlSignal("color", "class", toText); // "class" or a measure
+export const matrixView = urlSignal<View | null>("part", null, readView); // what the Head screen shows; null is all
+export const rowMarginal = urlSignal("rows", "entropy", oneOf(["entropy", "maximum"]));
+/** The cell of the matrix that a click keeps. */
+export const lockedCell = urlSignal<View | null>("cell", null, readView);
+export const selectedStep = urlSignal("step", 0, toNumber); // of the Steps screen
+export const selectedKey = urlSignal<number | null>("key", null, toNumberOrNull); // of which the Steps screen shows the numbers
 /** How the Text screen shows heads: the selected one, the mean of it and the pinned ones, or two over each other. */
-export const textMode = signal<"one" | "set" | "two" | "all">("one");
+export const textMode = urlSignal("heads", "one", oneOf(["one", "set", "two", "all"]));
 /** How weights of several heads become one number. */
 export const COMBINATIONS = ["mean", "max"] as const;
-export const combination = signal<(typeof COMBINATIONS)[number]>("mean");
+export const combination = urlSignal("combine", "mean", oneOf(COMBINATIONS));
 /** What the Text screen shows of all heads: of the layer, of all layers over the same tokens, or the rollout. */
 export const AGGREGATES = ["mean.layer", "max.layer", "mean.all", "max.all", "rollout.layer"] as const;
-export const aggregate = signal<(typeof AGGREGATES)[number]>("mean.layer");
+export const aggregate = urlSignal("all", "mean.layer", oneOf(AGGREGATES));
 /** Keys that the Text screen leaves out; the weights on the others are divided by their sum. */
-export const excludedTokens = signal<number[]>([]);
+export const excludedTokens = urlSignal<number[]>("leave", [], (text) => toList(text).map(toNumber));
 /** Whether the Head screen lists the tokens that the head writes. */
-export const showsWritten = signal(false);
-export const secondHead = signal(""); // "site.head", the other of two heads
-/** Classes that the user gave to heads, as "site.head=name". */
-export const ownClasses = signal<string[]>([]);
+export const showsWritten = urlSignal("written", false, toFlag);
+export const secondHead = urlSignal("second", "", toText); // "site.head", the other of two heads
 /** Lines, arcs and lists leave out pairs below this share of the largest weight. */
-export const leastShare = signal(0.02);
+export const leastShare = urlSignal("least", 0.02, between(0, 1));
 /** Tokens of the Text screen whose weights are added to those of the kept one. */
-export const addedTokens = signal<number[]>([]);
+export const addedTokens = urlSignal<number[]>("add", [], (text) => toList(text).map(toNumber));
 /** What the Diff screen compares the open text with. */
 export const DIFF_KINDS = ["text", "ablated", "other"] as const;
 export type DiffKind = (typeof DIFF_KINDS)[number];
-export const diffKind = signal<DiffKind>("text");
-export const pinned = signal<string[]>([]); // "site.head"
+export const diffKind = urlSignal<DiffKind>("with", "text", oneOf(DIFF_KINDS));
+export const showsTable = urlSignal("table", false, toFlag);
+export const theme = urlSignal("theme", "", oneOf(["", "light", "dark"]), "work");
+export const pinned = urlSignal<string[]>("pins", [], toList, "work"); // "site.head"
+/** Classes that the user gave to heads, as "site.head=name". */
+export const ownClasses = urlSignal<string[]>("classes", [], toList, "work");
+export const language = signal<"en" | "zh">(initialLanguage()); // `?lang=`, before the fragment
 
 // --- what it does not ----------------------------------------------------------------------------------
 
@@ -76,7 +80,6 @@ export const measures = signal<MeasureTable | null>(null);
 export const job = signal<{ kind: string; event: JobEvent; abort: AbortController } | null>(null);
 export const jobError = signal<PageError | null>(null);
 export const isLoaded = signal(false);
-export const showsTable = signal(false);
 export const overlay = signal<"" | "commands" | "keys" | "text" | "export">("");
 export const announcement = signal("");
 /** The new tokens of the last generation: position of the first, and their number. */
@@ -125,8 +128,10 @@ export const headCount = computed(() => sites.value.reduce((sum, site) => sum + 
 export const site = computed<Site | undefined>(() => sites.value[selectedSite.value]);
 export const headIndex = computed(() => (firstHeads.value[selectedSite.value] ?? 0) + selectedHead.value);
 
+const ablatedNames = computed(() => new Set(doc.value?.ablated.map((item) => `${item.site}.${item.head}`)));
+
 export function isAblated(siteNumber: number, head: number): boolean {
-  return doc.value?.ablated.some((item) => item.site === siteNumber && item.head === head) ?? false;
+  return ablatedNames.value.has(`${siteNumber}.${head}`);
 }
 
 export function headName(siteNumber: number, head: number): string {
@@ -189,15 +194,19 @@ export async function loadDocument(): Promise<void> {
   try {
     const found = await source.document();
     const before = doc.value;
+    const table = found.sites.length ? await source.fetchArrays("measures") : null;
     const isSameModel = before?.sites.length === found.sites.length && before.sites.every((item, number) => item.name === found.sites[number]!.name);
     batch(() => {
       doc.value = isSameModel ? { ...found, ablated: before!.ablated } : found; // heads are switched off on the page
+      if (waitingAblated && source.isLive && found.capabilities.ablate.possible) doc.value = { ...doc.value, ablated: parseAblated(waitingAblated) };
+      waitingAblated = null;
       loadError.value = null;
       if (!found.sites[selectedSite.value]) selectedSite.value = 0;
       if (selectedHead.value >= (found.sites[selectedSite.value]?.heads ?? 0)) selectedHead.value = 0;
+      measures.value = table && readMeasures(table); // with the document, so that the first screen does not move
     });
     if (!found.sites.length) return;
-    const [pictures, table] = await Promise.all([source.fetchArrays("thumbnails"), source.fetchArrays("measures")]);
+    const pictures = await source.fetchArrays("thumbnails");
     batch(() => {
       isLoaded.value = true;
       thumbnails.value = {
@@ -205,7 +214,6 @@ export async function loadDocument(): Promise<void> {
         masks: pictures.arrays["masks"]!.data as Uint8Array,
         maskOfHead: pictures.arrays["mask_of_head"]!.data as Int32Array,
       };
-      measures.value = readMeasures(table);
     });
   } catch (error) {
     loadError.value = toPageError(error);
@@ -253,104 +261,47 @@ export async function runJob(kind: string, body: Record<string, unknown> = {}): 
 
 // --- the URL -------------------------------------------------------------------------------------------
 
-const HASH_FIELDS: [string, { value: unknown }, (text: string) => unknown][] = [
-  ["site", selectedSite, toNumber],
-  ["head", selectedHead, toNumber],
-  ["position", selectedToken, (text) => (text === "" ? null : toNumber(text))],
-  ["cells", cellMode, (text) => text],
-  ["form", headForm, oneOf(["matrix", "lines", "arcs", "points", "channels"])],
-  ["lens", lens, oneOf([...LENSES])],
-  ["scale", scale, oneOf([...SCALES])],
-  ["sort", sortHeads, (text) => text],
-  ["top", topCount, toNumber],
-  ["layers", layerRange, (text) => (/^\d+,\d+$/.test(text) ? text.split(",").map(toNumber) : [])],
-  ["x", scatterX, (text) => text],
-  ["y", scatterY, (text) => text],
-  ["color", scatterColor, (text) => text],
-  ["part", matrixView, readView],
-  ["rows", rowMarginal, oneOf(["entropy", "maximum"])],
-  ["step", selectedStep, toNumber],
-  ["key", selectedKey, (text) => (text === "" ? null : toNumber(text))],
-  ["pins", pinned, (text) => text.split(",").filter(Boolean)],
-  ["heads", textMode, oneOf(["one", "set", "two", "all"])],
-  ["combine", combination, oneOf([...COMBINATIONS])],
-  ["all", aggregate, oneOf([...AGGREGATES])],
-  ["leave", excludedTokens, (text) => text.split(",").filter(Boolean).map(toNumber)],
-  ["written", showsWritten, (text) => text === "true"],
-  ["second", secondHead, (text) => text],
-  ["classes", ownClasses, (text) => text.split(",").filter(Boolean)],
-  ["least", leastShare, (text) => Math.min(Math.max(Number.parseFloat(text) || 0, 0), 1)],
-  ["add", addedTokens, (text) => text.split(",").filter(Boolean).map(toNumber)],
-  ["with", diffKind, oneOf([...DIFF_KINDS])],
-  ["theme", theme, oneOf(["", "light", "dark"])],
-];
-const DEFAULTS = HASH_FIELDS.map(([, field]) => hashText(field.value));
-
-function hashText(value: unknown): string {
-  if (value && typeof value === "object" && !Array.isArray(value)) return Object.values(value).join(".");
-  return String(value ?? "");
-}
-
 /** A part of the matrix as "q0.q1.k0.k1"; null for anything else. */
 function readView(text: string): View | null {
   const [q0 = 0, q1 = 0, k0 = 0, k1 = 0] = text.split(".").map(toNumber);
   return q1 > q0 && k1 > k0 ? { q0, q1, k0, k1 } : null;
 }
 
-function toNumber(text: string): number {
-  const value = Number.parseInt(text, 10);
-  return Number.isFinite(value) && value >= 0 ? value : 0;
+/** Ablated heads as "site.head", or "site.head.mode.scale" where they are not set to zero. */
+function writeAblated(heads: readonly AblatedHead[]): string[] {
+  return heads.map(({ site: number, head, mode, scale: factor }) => (mode === "zero" && factor === 0 ? `${number}.${head}` : `${number}.${head}.${mode}.${factor}`));
 }
 
-function oneOf(choices: string[]): (text: string) => string {
-  return (text) => (choices.includes(text) ? text : choices[0]!);
-}
-
-export function readHash(): void {
-  const [name = "", query = ""] = location.hash.replace(/^#\/?/, "").split("?");
-  const fields = new URLSearchParams(query);
-  batch(() => {
-    if ((SCREENS as readonly string[]).includes(name)) screen.value = name as ScreenId;
-    HASH_FIELDS.forEach(([key, field, parse], index) => {
-      field.value = parse(fields.get(key) ?? DEFAULTS[index]!);
-    });
+function parseAblated(names: readonly string[]): AblatedHead[] {
+  return names.flatMap((name) => {
+    const [number = "", head = "", mode = "zero", ...factor] = name.split(".");
+    const found = { site: toNumber(number), head: toNumber(head), mode, scale: Number(factor.join(".")) || 0 };
+    return found.head < (sites.value[found.site]?.heads ?? 0) ? [found] : [];
   });
 }
 
-function makeHash(): string {
-  const fields = new URLSearchParams();
-  HASH_FIELDS.forEach(([key, field], index) => {
-    const text = hashText(field.value);
-    if (text !== DEFAULTS[index]) fields.set(key, text);
-  });
-  const query = fields.toString();
-  return `#/${screen.value}${query ? `?${query}` : ""}`;
-}
+let waitingAblated: string[] | null = null; // heads of the address, until the document is there
+keepInUrl(
+  "off",
+  {
+    get value() {
+      return doc.value ? writeAblated(doc.value.ablated) : (waitingAblated ?? []);
+    },
+    set value(names: string[]) {
+      if (doc.value) doc.value = { ...doc.value, ablated: parseAblated(names) };
+      else waitingAblated = names;
+    },
+  },
+  toList,
+  "work",
+);
 
-/** Keep the URL and the state equal: a new screen is a new entry of the history, other changes replace it. */
+/** Keep the URL, the theme and the language of the document equal to the state. */
 export function startHash(): void {
-  readHash();
-  let shown = screen.value;
-  addEventListener("hashchange", () => {
-    readHash();
-    shown = screen.value;
-  });
+  keepUrl(screen, SCREENS);
   effect(() => {
-    const hash = makeHash();
-    if (hash === location.hash) return;
-    // the whole address, because in a frame without one of its own `#...` is relative to the document around it
-    const address = location.href.replace(/#.*$/, "") + hash;
-    try {
-      if (screen.value === shown) history.replaceState(null, "", address);
-      else history.pushState(null, "", address);
-    } catch {
-      // a sandboxed frame may not change its address; the state is kept in memory
-    }
-    shown = screen.value;
-  });
-  addEventListener("popstate", () => {
-    readHash();
-    shown = screen.value;
+    void screen.value;
+    jobError.value = null; // an error belongs to the screen where it was shown
   });
   effect(() => {
     if (theme.value) document.documentElement.dataset["theme"] = theme.value;

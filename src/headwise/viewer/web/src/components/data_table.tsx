@@ -2,6 +2,7 @@
 
 import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
+import { useMemo } from "preact/hooks";
 import { t } from "../i18n";
 import type { Column } from "./basics";
 
@@ -21,10 +22,12 @@ export function DataTable<Row>(props: {
   const sortKey = useSignal(props.sort ?? "");
   const descending = useSignal(true);
   const column = props.columns.find((item) => item.key === sortKey.value);
-  const rows = [...props.rows];
-  if (column) {
-    rows.sort((a, b) => compare(column.value(a), column.value(b)) * (descending.value ? -1 : 1));
-  }
+  const isDescending = descending.value;
+  // sorted when the rows change, not when another row is selected
+  const rows = useMemo(
+    () => (column ? [...props.rows].sort((a, b) => compare(column.value(a), column.value(b)) * (isDescending ? -1 : 1)) : props.rows),
+    [props.rows, column, isDescending],
+  );
   const choose = (key: string) => {
     if (sortKey.value === key) descending.value = !descending.value;
     else {
@@ -59,13 +62,7 @@ export function DataTable<Row>(props: {
         </thead>
         <tbody>
           {rows.slice(0, limit).map((row, index) => (
-            <tr key={index} aria-selected={props.isSelected?.(row)} onClick={() => props.onSelect?.(row)}>
-              {props.columns.map((item) => (
-                <td key={item.key} class={item.numeric ? "num" : ""}>
-                  {item.cell ? item.cell(row) : item.value(row)}
-                </td>
-              ))}
-            </tr>
+            <DataRow key={index} row={row} columns={props.columns} isSelected={props.isSelected?.(row)} onSelect={props.onSelect} />
           ))}
         </tbody>
       </table>
@@ -79,6 +76,29 @@ export function DataTable<Row>(props: {
       )}
     </div>
   );
+}
+
+/** One row, which is rendered anew when its content changes. Its first cell selects it for the keyboard. */
+function DataRow<Row>(props: { row: Row; columns: Column<Row>[]; isSelected: boolean | undefined; onSelect: ((row: Row) => void) | undefined }): JSX.Element {
+  const { row, columns, isSelected, onSelect } = props;
+  return useMemo(() => {
+    const content = (item: Column<Row>) => (item.cell ? item.cell(row) : item.value(row));
+    return (
+      <tr aria-selected={isSelected} onClick={() => onSelect?.(row)}>
+        {columns.map((item, number) => (
+          <td key={item.key} class={item.numeric ? "num" : ""}>
+            {number === 0 && onSelect ? (
+              <button class="pick" type="button">
+                {content(item)}
+              </button>
+            ) : (
+              content(item)
+            )}
+          </td>
+        ))}
+      </tr>
+    );
+  }, [row, columns, isSelected]);
 }
 
 /** Order texts by letters and numbers by size; what is not a number comes last. */

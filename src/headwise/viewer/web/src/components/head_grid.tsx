@@ -3,12 +3,13 @@
 
 import { signal, useComputed, useSignal, useSignalEffect, type ReadonlySignal } from "@preact/signals";
 import type { JSX } from "preact";
-import { useEffect, useRef } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { togglePin } from "../actions";
 import { themeVersion } from "../canvas/colors";
 import { drawBand, rowPitch, type BandContent, type Bracket, type CellContent, type CellSizes } from "../canvas/head_cells";
 import { classWord, format, measureName, t } from "../i18n";
 import { cellMode, classesOf, doc, firstHeads, headName, isAblated, measureOf, measures, scale, screen, selectHead, selectedHead, selectedSite, sites, sortHeads, stacks, thumbnails } from "../state";
+import { keepInUrl, readRanges, toList, toText, urlSignal, writeRanges } from "../url_state";
 import { Meter } from "./basics";
 import { Badge, classLetter } from "./class_badge";
 import { isOnTop, isShownLayer } from "./map_filter";
@@ -20,9 +21,21 @@ export interface HeadItem {
 }
 
 /** Only heads of this class are shown in full; "" is all. */
-export const classFilter = signal("");
+export const classFilter = urlSignal("only", "", toText);
 /** Only these heads are shown in full, as chosen in the scatter plot; null is all. */
 export const brushedHeads = signal<ReadonlySet<number> | null>(null);
+keepInUrl(
+  "chosen",
+  {
+    get value() {
+      return brushedHeads.value === null ? [] : writeRanges([...brushedHeads.value]);
+    },
+    set value(ranges: string[]) {
+      brushedHeads.value = ranges.length ? new Set(readRanges(ranges)) : null;
+    },
+  },
+  toList,
+);
 
 const BAND_ROWS = 8; // rows of one canvas
 const CELL_RANGE = { least: 22, most: 92, mostWide: 128 };
@@ -67,17 +80,20 @@ export function HeadGrid({ stack }: { stack: string }): JSX.Element {
   const numbers = stackNumbers(stack);
   const columns = stackColumns(numbers);
   const sizes = useComputed(() => chooseSizes(width.value, columns, numbers));
-  useEffect(() => {
-    const watch = new ResizeObserver(() => (width.value = box.current?.clientWidth ?? 0));
+  useLayoutEffect(() => {
+    const measure = () => (width.value = box.current?.clientWidth ?? 0);
+    measure(); // before the first picture of the page, so that nothing moves
+    const watch = new ResizeObserver(measure);
     watch.observe(box.current!);
     return () => watch.disconnect();
   }, []);
-  useSignalEffect(() => {
-    const { cell, caption, gap, rowGap } = sizes.value;
-    const style = box.current?.style;
-    for (const [name, size] of Object.entries({ cell, caption, gap, pitch: rowPitch(sizes.value), "row-gap": rowGap })) style?.setProperty(`--${name}`, `${size}px`);
-    style?.setProperty("--columns", String(columns));
-  });
+  const shown = sizes.value;
+  useLayoutEffect(() => {
+    const { cell, caption, gap, rowGap } = shown;
+    const style = box.current!.style;
+    for (const [name, size] of Object.entries({ cell, caption, gap, pitch: rowPitch(shown), "row-gap": rowGap })) style.setProperty(`--${name}`, `${size}px`);
+    style.setProperty("--columns", String(columns));
+  }, [shown, columns]);
   const bands = Array.from({ length: Math.ceil(numbers.length / BAND_ROWS) }, (_, band) => numbers.slice(band * BAND_ROWS, (band + 1) * BAND_ROWS));
   const several = stacks.value.length > 1;
   return (
@@ -108,7 +124,7 @@ export function HeadGrid({ stack }: { stack: string }): JSX.Element {
 function chooseSizes(width: number, columns: number, numbers: number[]): CellSizes {
   const isWide = innerWidth >= WIDE_PAGE;
   const most = isWide ? CELL_RANGE.mostWide : CELL_RANGE.most;
-  const margins = LABEL_WIDTH + (measures.value && innerWidth >= 900 ? MEAN_WIDTH : 0) + 8;
+  const margins = LABEL_WIDTH + (innerWidth >= 900 ? MEAN_WIDTH : 0) + 8;
   const gap = (width - margins) / columns < 40 ? 2 : 4;
   const cell = Math.floor(Math.min(Math.max((width - margins) / columns - gap, CELL_RANGE.least), most));
   const caption = cell >= CAPTION_FROM && cellMode.value !== "class" ? 19 : 0;
@@ -163,7 +179,7 @@ function Band({ band, columns, sizes }: { band: number[]; columns: number; sizes
   const box = useRef<HTMLDivElement>(null);
   const canvas = useRef<HTMLCanvasElement>(null);
   const isNear = useSignal(false);
-  useEffect(() => {
+  useLayoutEffect(() => {
     const watch = new IntersectionObserver(([entry]) => (isNear.value = entry!.isIntersecting), { rootMargin: "600px 1000000px" });
     watch.observe(box.current!);
     box.current!.style.setProperty("--rows", String(band.length));
@@ -331,7 +347,7 @@ function HeadTip({ site, head, cell, box }: Hovered & { box: HTMLElement }): JSX
   const top = classesOf(index)[0];
   const mode = cellMode.value;
   const { kvHeads, heads, kvHeadOfQuery, prunedHeads } = sites.value[site]!;
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (tip.current) placeTip(tip.current, cell, box);
   });
   return (

@@ -5,9 +5,10 @@ import type { JSX } from "preact";
 import { thumbnailImage } from "../canvas/heatmap";
 import { format, t } from "../i18n";
 import type { Site } from "../source";
-import { headIndex, lens, scale, thumbnails } from "../state";
+import { headIndex, lens, scale, showsTable, thumbnails } from "../state";
 import { Heatmap, Panel } from "./basics";
 import { shownView, wholeView, type ExactRow, type HeadData, type Marginals } from "./head_data";
+import { OffsetTable } from "./head_tables";
 import { roundTicks } from "./head_scatter";
 import { moveView, percentBox, zoomView } from "./matrix";
 import { streamWords, visibleToken } from "./tokens";
@@ -70,7 +71,7 @@ export function RowPanel(props: { item: Site; row: ReadonlySignal<ExactRow | nul
   const word = row ? streamWords(item.queryStream)[row.query] : undefined;
   const keyWords = streamWords(item.keyStream);
   return (
-    <Panel title={row ? [`${t("query")} ${row.query}`, ...(word === undefined ? [] : [visibleToken(word)])].join(" · ") : t("query")}>
+    <Panel class="row-panel" title={row ? [`${t("query")} ${row.query}`, ...(word === undefined ? [] : [visibleToken(word)])].join(" · ") : t("query")}>
       {row ? (
         <table class="finder">
           <thead>
@@ -113,7 +114,7 @@ export function OffsetProfile({ item, data }: { item: Site; data: HeadData }): J
   const reason = data.marginalsError.value;
   return (
     <Panel title={t("head.offsets")}>
-      <div class="profile">{marginals ? <ProfileBars item={item} marginals={marginals} /> : <p class="t3">{reason ? `${reason.fact} ${reason.remedy}` : t("state.computing")}</p>}</div>
+      <div class="profile">{marginals ? showsTable.value ? <OffsetTable marginals={marginals} /> : <ProfileBars item={item} marginals={marginals} /> : <p class="t3">{reason ? `${reason.fact} ${reason.remedy}` : t("state.computing")}</p>}</div>
     </Panel>
   );
 }

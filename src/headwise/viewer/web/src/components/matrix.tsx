@@ -2,14 +2,14 @@
 
 import { useSignal, type ReadonlySignal, type Signal } from "@preact/signals";
 import type { JSX } from "preact";
-import { useEffect, useMemo, useRef } from "preact/hooks";
+import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
 import { drawBars, poolValues } from "../canvas/bars";
 import { themeVersion } from "../canvas/colors";
 import { format, t } from "../i18n";
 import type { Site } from "../source";
 import { headName, matrixView, rowMarginal, scale, selectedHead, selectedSite, selectedToken, type View } from "../state";
 import { Heatmap } from "./basics";
-import { cellSpan, isPooled, shownView, wholeView, type Marginals, type Pointed, type TileState } from "./head_data";
+import { cellSpan, isPooled, MAX_CELLS, shownView, wholeView, type Marginals, type Pointed, type TileState } from "./head_data";
 import { streamWords, visibleToken } from "./tokens";
 
 const MAX_LABELS = 64; // tokens on each side that are written out
@@ -23,7 +23,14 @@ export function Matrix(props: { item: Site; tile: TileState | null; marginals: M
   const { item, tile, marginals, pointed } = props;
   const drag = useSignal<Drag>(null);
   const hasWords = streamWords(item.queryStream).length > 0 || streamWords(item.keyStream).length > 0;
-  const isLabelled = hasWords && tile && tile.view.q1 - tile.view.q0 <= MAX_LABELS && tile.view.k1 - tile.view.k0 <= MAX_LABELS;
+  const view = tile?.view ?? shownView(item); // known before the tile arrives, so that nothing moves then
+  const isLabelled = hasWords && view.q1 - view.q0 <= MAX_LABELS && view.k1 - view.k0 <= MAX_LABELS;
+  const frame = useRef<HTMLDivElement>(null);
+  const sides = [Math.min(view.k1 - view.k0, MAX_CELLS), Math.min(view.q1 - view.q0, MAX_CELLS)];
+  useLayoutEffect(() => {
+    const canvas = frame.current!.querySelector("canvas")!;
+    canvas.style.aspectRatio = tile ? "" : sides.join(" / ");
+  }, [tile === null, ...sides]);
   const words = { queries: streamWords(item.queryStream), keys: streamWords(item.keyStream) };
   const ignoresClick = useRef(false); // the click at the end of a drag
   // the same object until the tile changes, so that hovering draws nothing anew
@@ -32,9 +39,9 @@ export function Matrix(props: { item: Site; tile: TileState | null; marginals: M
   return (
     <div class={`matrix ${isLabelled ? "labelled" : ""}`}>
       <ViewBar item={item} tile={tile} />
-      {isLabelled && <TokenLabels words={words.keys.slice(tile.view.k0, tile.view.k1)} kind="columns" />}
-      {isLabelled && <TokenLabels words={words.queries.slice(tile.view.q0, tile.view.q1)} kind="rows" />}
-      <div class={`matrix-canvas ${tile?.isDraft ? "draft" : ""}`} tabIndex={0} role="application" aria-label={t("head.hint")} aria-busy={tile?.isDraft ?? true} {...handlers}>
+      {isLabelled && <TokenLabels words={words.keys.slice(view.k0, view.k1)} kind="columns" />}
+      {isLabelled && <TokenLabels words={words.queries.slice(view.q0, view.q1)} kind="rows" />}
+      <div ref={frame} class={`matrix-canvas ${tile?.isDraft ? "draft" : ""}`} tabIndex={0} role="application" aria-label={t("head.hint")} aria-busy={tile?.isDraft ?? true} {...handlers}>
         <Heatmap
           image={image}
           scale={scale.value}
@@ -99,7 +106,7 @@ function spanned({ from, to }: { from: View; to: View }): View {
   return { q0: Math.min(from.q0, to.q0), q1: Math.max(from.q1, to.q1), k0: Math.min(from.k0, to.k0), k1: Math.max(from.k1, to.k1) };
 }
 
-function isSame(a: View | null, b: View | null): boolean {
+export function isSameView(a: View | null, b: View | null): boolean {
   return a?.q0 === b?.q0 && a?.k0 === b?.k0 && a?.q1 === b?.q1 && a?.k1 === b?.k1;
 }
 
@@ -117,7 +124,7 @@ function pointerHandlers(item: Site, tile: TileState | null, pointed: Signal<Poi
   const onPointerMove = (event: PointerEvent) => {
     const cell = cellAt(event);
     if (drag.value && cell) drag.value = { ...drag.value, to: cell };
-    else if (!pointed.value?.locked && !isSame(cell, pointed.value)) pointed.value = cell && { ...cell, locked: false };
+    else if (!pointed.value?.locked && !isSameView(cell, pointed.value)) pointed.value = cell && { ...cell, locked: false };
   };
   const onPointerDown = (event: PointerEvent) => {
     const cell = event.button === 0 && event.pointerType !== "touch" ? cellAt(event) : null;
@@ -135,7 +142,7 @@ function pointerHandlers(item: Site, tile: TileState | null, pointed: Signal<Poi
   const onClick = (event: MouseEvent) => {
     const cell = cellAt(event);
     if (!cell || event.detail > 1 || ignoresClick.current) return;
-    const same = pointed.value?.locked && isSame(pointed.value, cell);
+    const same = pointed.value?.locked && isSameView(pointed.value, cell);
     pointed.value = same ? null : { ...cell, locked: true };
     selectedToken.value = same ? null : cell.q0;
   };

@@ -45,7 +45,7 @@ function Bar(): JSX.Element {
   const dark = theme.value ? theme.value === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   return (
     <header class="bar">
-      <a class="mark" href="#/map" aria-label="headwise">
+      <a class="mark" href="#/map" aria-label="headwise" onClick={(event) => openScreen(event, "map")}>
         <svg width="22" height="22" viewBox="0 0 22 22" aria-hidden="true" fill="currentColor">
           {[2, 8.5, 15].flatMap((y, row) =>
             [2, 8.5, 15].map((x, column) => (
@@ -85,6 +85,12 @@ function Bar(): JSX.Element {
   );
 }
 
+/** Show a screen and keep the rest of the state, which the address of the link does not hold. */
+function openScreen(event: Event, id: ScreenId): void {
+  event.preventDefault();
+  screen.value = id;
+}
+
 function Rail({ screens }: { screens: readonly ScreenId[] }): JSX.Element {
   return (
     <nav class="rail" aria-label={t("nav.screens")}>
@@ -94,10 +100,7 @@ function Rail({ screens }: { screens: readonly ScreenId[] }): JSX.Element {
             <a
               href={`#/${id}`}
               aria-current={screen.value === id ? "page" : undefined}
-              onClick={(event) => {
-                event.preventDefault();
-                screen.value = id;
-              }}
+              onClick={(event) => openScreen(event, id)}
             >
               <svg viewBox="0 0 18 18" aria-hidden="true">
                 <path d={ICONS[id]} />

@@ -1,6 +1,7 @@
 // Tokens as text: control, bidirectional and zero-width characters are shown as visible signs.
 
 import type { JSX } from "preact";
+import { useEffect, useRef } from "preact/hooks";
 import { groupTokens } from "../actions";
 import { t, type TextKey } from "../i18n";
 import { doc, selectedToken, site, source } from "../state";
@@ -48,10 +49,19 @@ function GroupingSwitches(): JSX.Element | null {
   );
 }
 
+const STRIP_TOKENS = 1024; // tokens of a long text that the strip holds at once, around the selected one
+
 /** The docked strip: the tokens of the queries of the selected head. */
 export function TokenStrip(): JSX.Element {
   const stream = site.value?.queryStream ?? "text";
   const words = streamWords(stream);
+  const first = Math.max(Math.floor(((selectedToken.value ?? 0) - STRIP_TOKENS / 4) / (STRIP_TOKENS / 2)), 0) * (STRIP_TOKENS / 2);
+  const last = Math.min(first + STRIP_TOKENS, words.length);
+  const list = useRef<HTMLDivElement>(null);
+  useEffect(() => {
+    const chosen = list.current?.querySelector<HTMLElement>("[aria-selected=true]");
+    if (chosen) list.current!.scrollLeft = Math.min(Math.max(list.current!.scrollLeft, chosen.offsetLeft + chosen.offsetWidth - list.current!.offsetLeft - list.current!.clientWidth), chosen.offsetLeft - list.current!.offsetLeft);
+  }, [selectedToken.value]);
   const move = (event: KeyboardEvent) => {
     const step = event.key === "ArrowRight" ? 1 : event.key === "ArrowLeft" ? -1 : 0;
     if (!step) return;
@@ -59,26 +69,30 @@ export function TokenStrip(): JSX.Element {
     event.preventDefault();
     const next = Math.min(Math.max((selectedToken.value ?? 0) + step, 0), words.length - 1);
     selectedToken.value = next;
-    (event.currentTarget as HTMLElement).children[next]?.scrollIntoView({ block: "nearest", inline: "nearest" });
   };
   return (
     <footer class="strip">
-      <span class="sm t3 nw">
+      <span class="sm t3 nw token-count">
         {Object.keys(doc.value?.streams ?? {}).length > 1 && <b class="t2">{stream} · </b>}
-        {t("tokens.count", { count: words.length })}
+        {last - first < words.length ? t("tokens.part", { first, last: last - 1, count: words.length }) : t("tokens.count", { count: words.length })}
       </span>
-      <div class="toks" role="listbox" aria-label={t("tokens.label")} tabIndex={0} onKeyDown={move}>
-        {words.slice(0, 1024).map((word, index) => (
-          <span
-            key={index}
-            class={`tok ${isSpecial(word) ? "special" : ""}`}
-            role="option"
-            aria-selected={selectedToken.value === index}
-            onClick={() => (selectedToken.value = selectedToken.value === index ? null : index)}
-          >
-            {visibleToken(word)}
-          </span>
-        ))}
+      <div class="toks" role="listbox" aria-label={t("tokens.label")} tabIndex={0} onKeyDown={move} ref={list}>
+        {words.slice(first, last).map((word, place) => {
+          const index = first + place;
+          return (
+            <span
+              key={index}
+              class={`tok ${isSpecial(word) ? "special" : ""}`}
+              role="option"
+              aria-selected={selectedToken.value === index}
+              aria-posinset={index + 1}
+              aria-setsize={words.length}
+              onClick={() => (selectedToken.value = selectedToken.value === index ? null : index)}
+            >
+              {visibleToken(word)}
+            </span>
+          );
+        })}
       </div>
       <GroupingSwitches />
     </footer>

@@ -93,6 +93,19 @@ export async function fetchCombinedTile(heads: HeadPair[], signal: AbortSignal):
   return { view, weights, masked: undefined, rows, columns, scale: 1, isDraft: false };
 }
 
+/** The largest weights and their positions, the largest first. */
+export function largest(values: Float32Array, count: number): { index: number; weight: number }[] {
+  const top: { index: number; weight: number }[] = [];
+  for (let index = 0; index < values.length; index++) {
+    const weight = values[index]!;
+    if (top.length === count && weight <= top[count - 1]!.weight) continue;
+    const place = top.findIndex((other) => other.weight < weight);
+    top.splice(place < 0 ? top.length : place, 0, { index, weight });
+    top.length = Math.min(top.length, count);
+  }
+  return top;
+}
+
 /** The cell with the largest weight that is not on the token itself or on the first one, if there is another. */
 export function strongestQuery(tile: TileState): number | null {
   let best = -1;

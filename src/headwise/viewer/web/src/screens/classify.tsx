@@ -1,6 +1,6 @@
 // Class: the classes of every head with score, interval and evidence; thresholds with a live recount; classes of one's own.
 
-import { signal } from "@preact/signals";
+import { computed, useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { Meter, Panel, type Column } from "../components/basics";
 import { Badge, classLetter, className, LETTERS, type Letter } from "../components/class_badge";
@@ -10,6 +10,7 @@ import { MeasurePrompt } from "../components/shell";
 import { downloadText } from "../download";
 import { classWord, format, t } from "../i18n";
 import { firstHeads, headIndex, headName, measuredClasses, measureOf, measures, ownClass, ownClasses, selectHead, setOwnClass, sites, type HeadClass } from "../state";
+import { between, toFlag, toList, urlSignal } from "../url_state";
 
 /** The measure that decides a class, where its name differs. Mirrors `head_classes.CLASS_RULES`. */
 const MEASURE_OF_CLASS: Record<string, string> = { "rare-token": "rare", broad: "breadth" };
@@ -26,9 +27,18 @@ interface Row {
   high: number;
 }
 
-const thresholds = signal<Partial<Record<Letter, number>>>({});
-const onlyCertain = signal(false);
-const shownLetter = signal<Letter | null>(null);
+/** Thresholds as "letter.score"; the address holds them as such. */
+const limits = urlSignal<string[]>("limits", [], toList, "work");
+const thresholds = computed(() => Object.fromEntries(limits.value.map((entry) => [entry[0], between(0, 1)(entry.slice(2))])) as Partial<Record<Letter, number>>);
+const onlyCertain = urlSignal("certain", false, toFlag, "work");
+const shownLetter = urlSignal<Letter | null>("letter", null, (text) => LETTERS.find((letter) => letter === text) ?? null);
+const allRows = computed(readRows);
+const shownRows = computed(() => allRows.value.filter((row) => shownLetter.value === null || classLetter(nameOf(row)) === shownLetter.value));
+const tableColumns = computed(makeColumns);
+
+function setThreshold(letter: Letter, score: number): void {
+  limits.value = [...limits.value.filter((entry) => entry[0] !== letter), ...(score > 0 ? [`${letter}.${score}`] : [])];
+}
 
 /** The class of a row: the user's, else that by the measures. */
 const nameOf = (row: Row) => row.own ?? row.top?.name;
@@ -74,8 +84,7 @@ function evidence(row: Row): string {
 
 export function ClassifyScreen(): JSX.Element {
   if (!measures.value) return <MeasurePrompt />;
-  const rows = readRows();
-  const shown = rows.filter((row) => shownLetter.value === null || classLetter(nameOf(row)) === shownLetter.value);
+  const rows = allRows.value;
   return (
     <>
       <div class="toolbar">
@@ -96,7 +105,7 @@ export function ClassifyScreen(): JSX.Element {
         <ThresholdPanel rows={rows} />
         <ClassEvidence measure={measureName} />
         <Panel class="class-table">
-          <DataTable caption={t("screen.classify")} rows={shown} sort="score" isSelected={(row) => row.index === headIndex.value} onSelect={(row) => selectHead(row.site, row.head)} columns={columns()} />
+          <DataTable caption={t("screen.classify")} rows={shownRows.value} sort="score" isSelected={(row) => row.index === headIndex.value} onSelect={(row) => selectHead(row.site, row.head)} columns={tableColumns.value} />
         </Panel>
         <SyntaxPanel />
       </div>
@@ -110,7 +119,7 @@ function ThresholdPanel({ rows }: { rows: Row[] }): JSX.Element {
   for (const row of rows) counts.set(classLetter(nameOf(row)), (counts.get(classLetter(nameOf(row))) ?? 0) + 1);
   const known = LETTERS.filter((letter) => letter === "u" || counts.has(letter) || rows.some((row) => measuredClasses(row.index).some(({ name }) => classLetter(name) === letter)));
   return (
-    <Panel title={t("classify.thresholds")} side={<button class="btn quiet" type="button" onClick={() => ([thresholds.value, onlyCertain.value, shownLetter.value] = [{}, false, null])}>{t("classify.reset")}</button>}>
+    <Panel title={t("classify.thresholds")} side={<button class="btn quiet" type="button" onClick={() => ([limits.value, onlyCertain.value, shownLetter.value] = [[], false, null])}>{t("classify.reset")}</button>}>
       <p class="t3 sm">{t("classify.thresholdsHint")}</p>
       <label class="check sm">
         <input type="checkbox" checked={onlyCertain.value} onChange={(event) => (onlyCertain.value = event.currentTarget.checked)} />
@@ -129,7 +138,7 @@ function ThresholdPanel({ rows }: { rows: Row[] }): JSX.Element {
             {letter !== "u" && (
               <label class="xs t3">
                 ≥ {(thresholds.value[letter] ?? 0).toFixed(2)}
-                <input type="range" min="0" max="1" step="0.05" aria-label={`${t("score")} ≥, ${className(letter)}`} value={thresholds.value[letter] ?? 0} onInput={(event) => (thresholds.value = { ...thresholds.value, [letter]: Number(event.currentTarget.value) })} />
+                <input type="range" min="0" max="1" step="0.05" aria-label={`${t("score")} ≥, ${className(letter)}`} value={thresholds.value[letter] ?? 0} onInput={(event) => setThreshold(letter, Number(event.currentTarget.value))} />
               </label>
             )}
           </div>
@@ -139,7 +148,7 @@ function ThresholdPanel({ rows }: { rows: Row[] }): JSX.Element {
   );
 }
 
-function columns(): Column<Row>[] {
+function makeColumns(): Column<Row>[] {
   const names = [...new Set([...CLASS_NAMES, ...[...(measures.value?.classes.values() ?? [])].flat().map(({ name }) => name)])].filter((name) => !name.includes(","));
   return [
     { key: "head", title: t("head"), value: (row) => headName(row.site, row.head) },
@@ -166,19 +175,35 @@ function columns(): Column<Row>[] {
       key: "own",
       title: t("classify.own"),
       value: (row) => row.own ?? "",
-      cell: (row) => (
-        <select value={row.own ?? ""} aria-label={`${t("classify.own")}: ${headName(row.site, row.head)}`} onClick={(event) => event.stopPropagation()} onChange={(event) => setOwnClass(row.site, row.head, event.currentTarget.value)}>
-          <option value="">{t("classify.byMeasures")}</option>
-          {names.map((name) => (
-            <option key={name} value={name}>
-              {classWord(name)}
-            </option>
-          ))}
-        </select>
-      ),
+      cell: (row) => <OwnClass row={row} names={names} />,
     },
     { key: "evidence", title: t("inspector.evidence"), value: evidence },
   ];
+}
+
+/** The choice of a class of one's own. Its options are made when it is used first, because a table has many rows. */
+function OwnClass({ row, names }: { row: Row; names: string[] }): JSX.Element {
+  const isUsed = useSignal(false);
+  const use = () => (isUsed.value = true);
+  const offered = isUsed.value ? names : names.filter((name) => name === row.own);
+  return (
+    <select
+      value={row.own ?? ""}
+      aria-label={`${t("classify.own")}: ${headName(row.site, row.head)}`}
+      onFocus={use}
+      onPointerEnter={use}
+      onPointerDown={use}
+      onClick={(event) => event.stopPropagation()}
+      onChange={(event) => setOwnClass(row.site, row.head, event.currentTarget.value)}
+    >
+      <option value="">{t("classify.byMeasures")}</option>
+      {offered.map((name) => (
+        <option key={name} value={name}>
+          {classWord(name)}
+        </option>
+      ))}
+    </select>
+  );
 }
 
 /** The table as CSV, with the class by the measures beside the user's. */

@@ -1,12 +1,13 @@
 // Head: the weights of one head as a matrix, lines or arcs, with exact numbers on demand.
 
-import { useSignal, type ReadonlySignal } from "@preact/signals";
+import { useSignal, useSignalEffect, type ReadonlySignal, type Signal } from "@preact/signals";
 import type { JSX } from "preact";
 import { ChannelProducts } from "../components/channel_products";
 import { ErrorNote, Panel, Ramp, Segmented, Select, TableButton } from "../components/basics";
 import { MAX_CELLS, useHeadData, type HeadData, type Pointed } from "../components/head_data";
 import { Minimap, OffsetProfile, RowPanel } from "../components/head_panels";
-import { Matrix } from "../components/matrix";
+import { MarginalTables } from "../components/head_tables";
+import { isSameView, Matrix } from "../components/matrix";
 import { PatchPanel } from "../components/patch_panel";
 import { QueryKeyPoints } from "../components/query_key_points";
 import { StrongestPairs, TokenLines } from "../components/token_lines";
@@ -14,12 +15,12 @@ import { streamWords, visibleToken } from "../components/tokens";
 import { WrittenTokens } from "../components/written_tokens";
 import { format, t, type TextKey } from "../i18n";
 import type { Site } from "../source";
-import { headForm, headName, leastShare, LENSES, lens, matrixView, rowMarginal, scale, SCALES, selectedHead, selectedSite, showsTable, site, type Lens } from "../state";
+import { headForm, headName, leastShare, LENSES, lens, lockedCell, matrixView, rowMarginal, scale, SCALES, selectedHead, selectedSite, showsTable, site, type Lens } from "../state";
 
 const MAX_LINE_TOKENS = 64;
 
 export function HeadScreen(): JSX.Element {
-  const pointed = useSignal<Pointed | null>(null);
+  const pointed = usePointedCell();
   const data = useHeadData(pointed);
   const item = site.value;
   if (!item) return <p class="t3">{t("open.none")}</p>;
@@ -31,22 +32,25 @@ export function HeadScreen(): JSX.Element {
       <Toolbar item={item} />
       {data.error.value && <ErrorNote {...data.error.value} />}
       <div class="head-lay">
-        <Panel footer={form === "channels" ? undefined : <CellFooter item={item} pointed={pointed} data={data} />}>
-          {form === "channels" ? (
-            <ChannelProducts item={item} />
-          ) : showsTable.value ? (
-            <StrongestPairs item={item} tile={data.tile.value} />
-          ) : form === "points" ? (
-            <QueryKeyPoints item={item} />
-          ) : form !== "matrix" && tokens <= MAX_LINE_TOKENS ? (
-            <TokenLines item={item} tile={data.tile.value} arcs={form === "arcs" && item.queryStream === item.keyStream} />
-          ) : (
-            <>
-              {form !== "matrix" && <p class="note">{t("head.tooLong", { count: MAX_LINE_TOKENS })}</p>}
-              <Matrix item={item} tile={data.tile.value} marginals={data.marginals.value} pointed={pointed} />
-            </>
-          )}
-        </Panel>
+        <div class="stack">
+          <Panel footer={form === "channels" ? undefined : <CellFooter item={item} pointed={pointed} data={data} />}>
+            {form === "channels" ? (
+              <ChannelProducts item={item} />
+            ) : showsTable.value ? (
+              <StrongestPairs item={item} tile={data.tile.value} />
+            ) : form === "points" ? (
+              <QueryKeyPoints item={item} />
+            ) : form !== "matrix" && tokens <= MAX_LINE_TOKENS ? (
+              <TokenLines item={item} tile={data.tile.value} arcs={form === "arcs" && item.queryStream === item.keyStream} />
+            ) : (
+              <>
+                {form !== "matrix" && <p class="note">{t("head.tooLong", { count: MAX_LINE_TOKENS })}</p>}
+                <Matrix item={item} tile={data.tile.value} marginals={data.marginals.value} pointed={pointed} />
+              </>
+            )}
+          </Panel>
+          {showsTable.value && data.marginals.value && <MarginalTables item={item} marginals={data.marginals.value} />}
+        </div>
         <div class="stack">
           {(tokens > MAX_CELLS || matrixView.value) && <Minimap item={item} />}
           {isImage && <PatchPanel item={item} row={data.row} />}
@@ -57,6 +61,23 @@ export function HeadScreen(): JSX.Element {
       </div>
     </>
   );
+}
+
+/** The cell under the pointer, or the one that a click keeps, which the URL holds. */
+function usePointedCell(): Signal<Pointed | null> {
+  const pointed = useSignal<Pointed | null>(null);
+  useSignalEffect(() => {
+    const kept = lockedCell.value;
+    const shown = pointed.peek();
+    if (kept && !isSameView(kept, shown)) pointed.value = { ...kept, locked: true };
+    else if (!kept && shown?.locked) pointed.value = null;
+  });
+  useSignalEffect(() => {
+    const shown = pointed.value;
+    const kept = shown?.locked ? { q0: shown.q0, q1: shown.q1, k0: shown.k0, k1: shown.k1 } : null;
+    if (!isSameView(kept, lockedCell.peek())) lockedCell.value = kept;
+  });
+  return pointed;
 }
 
 function Toolbar({ item }: { item: Site }): JSX.Element {
@@ -103,7 +124,7 @@ function CellFooter({ item, pointed: cell, data }: { item: Site; pointed: Readon
   const pointed = cell.value;
   const tile = data.tile.value;
   return (
-    <div class="row wrap between">
+    <div class="cell-footer">
       <Ramp text={t("map.ramp", { scale: t(`scale.${scale.value}` as TextKey) }).replace("1", tile ? format(tile.scale) : "1")} />
       <span class="t2" aria-live="polite" data-testid="exact">
         {!pointed ? t("head.hint") : pointed.q1 - pointed.q0 > 1 || pointed.k1 - pointed.k0 > 1 ? <PooledCell item={item} pointed={pointed} data={data} /> : <SingleCell item={item} pointed={pointed} data={data} />}

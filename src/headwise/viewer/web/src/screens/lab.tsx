@@ -1,5 +1,6 @@
 // Lab: switch heads off or scale them, at all tokens or at some, and compare what the model does before and after.
 
+import { useComputed } from "@preact/signals";
 import { useRef } from "preact/hooks";
 import type { JSX } from "preact";
 import { ablateReason, canRedo, canUndo, redoAblation, setAblated, toggleAblated, undoAblation } from "../actions";
@@ -9,6 +10,7 @@ import { streamWords, visibleToken } from "../components/tokens";
 import { downloadText } from "../download";
 import { t, type TextKey } from "../i18n";
 import { changeMode, chosenTokens, computeEffect, effect, factor, loadRecipe, mode, modeFields, MODES, openTokens, randomSets, recipeText, requestKey, resampleText, toggleToken } from "../lab_state";
+import type { Site } from "../source";
 import { doc, headCount, headName, isAblated, job, selectHead, selectedHead, selectedSite, sites, source } from "../state";
 import { CurvesPanel } from "./lab_curves";
 import { EffectPanel } from "./lab_effect";
@@ -58,27 +60,7 @@ function HeadsPanel(): JSX.Element {
       <p class="t3 sm">{t("lab.hint")}</p>
       <div class="switches" role="group" aria-label={t("lab.hint")}>
         {sites.value.map((item, number) => (
-          <div class="switch-row" key={item.name}>
-            <span class="xs t3" title={item.name}>
-              {headName(number, 0).split(" ")[0]}
-            </span>
-            {Array.from({ length: item.heads }, (_, head) => (
-              <button
-                key={head}
-                type="button"
-                role="switch"
-                class={`switch ${selectedSite.value === number && selectedHead.value === head ? "current" : ""}`}
-                aria-checked={!isAblated(number, head)}
-                aria-label={headName(number, head)}
-                onClick={() => {
-                  selectHead(number, head);
-                  toggleAblated(number, head, modeFields().mode, modeFields().scale);
-                }}
-              >
-                {head}
-              </button>
-            ))}
-          </div>
+          <SwitchRow key={item.name} item={item} number={number} />
         ))}
       </div>
       <div class="row wrap lab-how">
@@ -102,6 +84,35 @@ function HeadsPanel(): JSX.Element {
         <input type="number" min="0" max="20" value={randomSets.value} onChange={(event) => (randomSets.value = Math.min(Math.max(Math.round(Number(event.currentTarget.value)) || 0, 0), 20))} />
       </label>
     </Panel>
+  );
+}
+
+/** The switches of one layer. Its signals are computed, so that a click renders the layers that it changes. */
+function SwitchRow({ item, number }: { item: Site; number: number }): JSX.Element {
+  const chosen = useComputed(() => (selectedSite.value === number ? selectedHead.value : -1)).value;
+  const off = useComputed(() => Array.from({ length: item.heads }, (_, head) => (isAblated(number, head) ? "-" : "+")).join("")).value;
+  return (
+    <div class="switch-row">
+      <span class="xs t3" title={item.name}>
+        {headName(number, 0).split(" ")[0]}
+      </span>
+      {Array.from({ length: item.heads }, (_, head) => (
+        <button
+          key={head}
+          type="button"
+          role="switch"
+          class={`switch ${chosen === head ? "current" : ""}`}
+          aria-checked={off[head] === "+"}
+          aria-label={headName(number, head)}
+          onClick={() => {
+            selectHead(number, head);
+            toggleAblated(number, head, modeFields().mode, modeFields().scale);
+          }}
+        >
+          {head}
+        </button>
+      ))}
+    </div>
   );
 }
 

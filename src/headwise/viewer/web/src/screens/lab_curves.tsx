@@ -9,6 +9,7 @@ import { format, t, type TextKey } from "../i18n";
 import { en } from "../i18n/en";
 import { factor, mode, modeFields, openTokens, resampleText, sweep, sweepKey, textKey, type Sweep } from "../lab_state";
 import { headIndex, firstHeads, headName, job, runJob, selectHead, selectedSite, showsTable, sites, source } from "../state";
+import { oneOf, toNumber, urlSignal } from "../url_state";
 
 const KINDS = ["sweep", "once", "every"] as const;
 type Kind = (typeof KINDS)[number];
@@ -28,11 +29,11 @@ interface Curve {
   random: { heads: number; mean: number; low: number; high: number }[];
 }
 
-const kind = signal<Kind>("sweep");
-const layers = signal<"all" | "one">("all");
+const kind = urlSignal<Kind>("curve", "sweep", oneOf(KINDS));
+const layers = urlSignal("range", "all", oneOf(["all", "one"]));
 const plan = signal<{ key: string; found: Plan } | null>(null);
 const curve = signal<Curve | null>(null);
-const count = signal(0);
+const count = urlSignal("first", 0, toNumber);
 
 /** A time as people say it. */
 function duration(seconds: number): string {

@@ -7,6 +7,7 @@ import { setAblated } from "../actions";
 import { Panel, Segmented, Select } from "../components/basics";
 import { t, type TextKey } from "../i18n";
 import { doc, headCount, job, runJob, sites, source } from "../state";
+import { between, oneOf, toText, urlSignal } from "../url_state";
 import { HeadMap, ResultView, SizeList, SizeTable, type Size, type Sizes, type SurgeryResult } from "./prune_result";
 
 interface Form {
@@ -39,20 +40,20 @@ const GROUPINGS = ["consecutive", "similar"] as const;
 const WHERE = ["all", "self", "cross"] as const;
 
 // The state of the screen outlives a visit to the Lab.
-const task = signal<"prune" | "convert">("prune");
+const task = urlSignal("task", "prune", oneOf(["prune", "convert"]), "work");
 const surgery = signal<Surgery | null>(null);
 const texts = signal<string | null>(null);
 const folders = signal({ prune: "pruned", convert: "converted" });
-const chosenBy = signal<"lab" | "clusters" | "share">("lab");
-const share = signal(50);
-const method = signal("best");
-const per = signal<(typeof PER)[number]>("layer");
-const fold = signal<(typeof FOLDS)[number]>("none");
+const chosenBy = urlSignal("by", "lab", oneOf(["lab", "clusters", "share"]), "work");
+const share = urlSignal("share", 50, between(5, 95), "work");
+const method = urlSignal("method", "best", toText, "work");
+const per = urlSignal("per", "layer", oneOf(PER), "work");
+const fold = urlSignal("fold", "none", oneOf(FOLDS), "work");
 const form = signal("kv");
 const count = signal(1);
-const align = signal<(typeof ALIGN)[number]>("none");
-const grouping = signal<(typeof GROUPINGS)[number]>("consecutive");
-const where = signal<(typeof WHERE)[number]>("all");
+const align = urlSignal("align", "none", oneOf(ALIGN), "work");
+const grouping = urlSignal("grouping", "consecutive", oneOf(GROUPINGS), "work");
+const where = urlSignal("where", "all", oneOf(WHERE), "work");
 const width = signal(16);
 const always = signal(1);
 const active = signal(1);

@@ -4,13 +4,14 @@ import { signal, useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect } from "preact/hooks";
 import { setAblated } from "../actions";
-import { Heatmap, Panel, Select } from "../components/basics";
+import { Heatmap, Panel, Select, TableButton, type Column } from "../components/basics";
 import { Badge } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
 import { Dendrogram } from "../components/dendrogram";
 import { format, t } from "../i18n";
-import { classesOf, doc, firstHeads, headCount, headName, isAblated, job, runJob, scale, screen, selectHead, source } from "../state";
+import { classesOf, doc, firstHeads, headCount, headName, isAblated, job, runJob, scale, screen, selectedHead, selectedSite, selectHead, showsTable, source } from "../state";
 import type { Message } from "../source";
+import { between, urlSignal } from "../url_state";
 
 interface Group {
   streams: [string, string];
@@ -51,29 +52,34 @@ function representative(members: number[], group: Group): number {
   return members.reduce((best, head) => (total(head) < total(best) ? head : best));
 }
 
+const LEAST_TEXTS = 2; // the intervals are over texts
 const MAX_UNASKED = 256; // heads; the comparison of more waits for the button
 
 /** The last comparison, which stays while other screens are open. */
 const groups = signal<Group[]>([]);
-const cut = signal<number | null>(null);
+const cut = urlSignal<number | null>("cut", null, (text) => (text === "" ? null : between(0, 1e9)(text)));
 const texts = signal<string | null>(null);
 
 function openTexts(): string {
   return texts.value ?? (doc.value?.texts.join("\n") || Object.values(doc.value?.streams ?? {})[0]?.[0]?.text || "");
 }
 
+function lines(): string[] {
+  return openTexts().split("\n").filter((line) => line.trim());
+}
+
 async function compare(): Promise<void> {
-  const result = await runJob("similarity", { texts: openTexts().split("\n").filter((line) => line.trim()) });
+  const result = await runJob("similarity", { texts: lines() });
   if (!result) return;
+  if (groups.value.length) cut.value = null; // the first comparison keeps the cut of the address
   groups.value = readGroups(result);
-  cut.value = null;
 }
 
 export function SimilarityScreen(): JSX.Element {
   const chosen = useSignal("0");
   const canCompare = source.isLive && doc.value?.capabilities.measure.possible;
   useEffect(() => {
-    if (!canCompare || groups.value.length || !openTexts() || headCount.value > MAX_UNASKED) return;
+    if (!canCompare || groups.value.length || lines().length < LEAST_TEXTS || headCount.value > MAX_UNASKED) return;
     void compare();
     return () => job.value?.kind === "similarity" && !groups.value.length && job.value.abort.abort(); // others need the model
   }, []);
@@ -92,6 +98,7 @@ export function SimilarityScreen(): JSX.Element {
             onChange={(value) => (chosen.value = value)}
           />
         )}
+        {group && <TableButton />}
       </div>
       {group && <GroupView group={group} threshold={cut.value ?? group.threshold} onCut={(value) => (cut.value = value)} />}
       {canCompare ? <TextsPanel isOpen={!group} /> : <p class="t3">{t("state.needsModel")}</p>}
@@ -100,21 +107,22 @@ export function SimilarityScreen(): JSX.Element {
 }
 
 function TextsPanel({ isOpen }: { isOpen: boolean }): JSX.Element {
-  const written = openTexts();
+  const count = lines().length;
   return (
     <Panel>
       <details open={isOpen}>
-        <summary>{t("similar.texts", { count: written.split("\n").filter((line) => line.trim()).length })}</summary>
+        <summary>{t("similar.texts", { count })}</summary>
         <form
           class="stack"
           onSubmit={(event) => {
             event.preventDefault();
-            void compare();
+            if (count >= LEAST_TEXTS) void compare();
           }}
         >
-          <textarea rows={6} aria-label={t("similar.textsLabel")} value={written} onInput={(event) => (texts.value = event.currentTarget.value)} />
+          <textarea rows={6} aria-label={t("similar.textsLabel")} value={openTexts()} onInput={(event) => (texts.value = event.currentTarget.value)} />
+          {count < LEAST_TEXTS && <p class="t3">{t("similar.more")}</p>}
           <div>
-            <button class="btn primary" type="submit">
+            <button class="btn primary" type="submit" aria-disabled={count < LEAST_TEXTS}>
               {t("similar.run")}
             </button>
           </div>
@@ -165,14 +173,20 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
       <Panel title={t("tree.title")} footer={<span class="t3 sm">{t("tree.hint")}</span>}>
         <Dendrogram heads={group.heads} merges={group.merges} threshold={threshold} name={name} onCut={onCut} />
       </Panel>
-      <div class="two">
-        <Panel title={t("similar.matrix", { most: format(most) })}>
-          <Heatmap class="bigthumb" image={{ data: pixels, rows: count, columns: count }} scale={scale.value} label={t("similar.matrix", { most: format(most) })} />
+      {showsTable.value ? (
+        <Panel>
+          <NeighbourTable group={group} clusters={clusters} name={name} />
         </Panel>
-        <Panel title={t("similar.map")}>
-          <Points group={group} name={name} />
-        </Panel>
-      </div>
+      ) : (
+        <div class="two">
+          <Panel title={t("similar.matrix", { most: format(most) })}>
+            <Heatmap class="bigthumb" image={{ data: pixels, rows: count, columns: count }} scale={scale.value} label={t("similar.matrix", { most: format(most) })} />
+          </Panel>
+          <Panel title={t("similar.map")}>
+            <Points group={group} name={name} />
+          </Panel>
+        </div>
+      )}
       <Panel>
         <DataTable
           caption={t("similar.members")}
@@ -185,6 +199,34 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
         />
       </Panel>
     </div>
+  );
+}
+
+/** The numbers behind the matrix and the map: for every head its place, its cluster and the head nearest to it. */
+function NeighbourTable({ group, clusters, name }: { group: Group; clusters: number[]; name: (head: number) => string }): JSX.Element {
+  const count = group.heads.length;
+  const rows = group.heads.map((_, head) => {
+    const distance = (other: number) => (other === head ? Infinity : group.distances[head * count + other]!);
+    const nearest = Array.from({ length: count }, (_, other) => other).reduce((best, other) => (distance(other) < distance(best) ? other : best), head);
+    return { head, nearest, distance: distance(nearest), cluster: clusters[head]!, x: group.points[head * 2]!, y: group.points[head * 2 + 1]! };
+  });
+  type Row = (typeof rows)[number];
+  const column = (key: "distance" | "x" | "y", title: string): Column<Row> => ({ key, title, numeric: true, value: (row) => row[key], cell: (row) => format(row[key]) });
+  return (
+    <DataTable
+      caption={t("similar.table")}
+      rows={rows}
+      onSelect={({ head }) => selectHead(...group.heads[head]!)}
+      isSelected={({ head }) => group.heads[head]![0] === selectedSite.value && group.heads[head]![1] === selectedHead.value}
+      columns={[
+        { key: "head", title: t("head"), value: ({ head }) => name(head) },
+        { key: "nearest", title: t("similar.nearest"), value: ({ nearest }) => name(nearest) },
+        column("distance", t("similar.distance")),
+        { key: "cluster", title: t("similar.clusterOf"), value: ({ cluster }) => name(cluster) },
+        column("x", "x"),
+        column("y", "y"),
+      ]}
+    />
   );
 }
 

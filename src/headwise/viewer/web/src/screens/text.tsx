@@ -3,14 +3,14 @@
 
 import { useComputed, useSignal, useSignalEffect } from "@preact/signals";
 import type { JSX } from "preact";
-import { useEffect, useRef } from "preact/hooks";
+import { useEffect, useMemo, useRef } from "preact/hooks";
 import { generateText } from "../actions";
 import { cssRamp, rampPosition, themeVersion } from "../canvas/colors";
 import { ErrorNote, Panel, Segmented, Select } from "../components/basics";
 import { StrongestPairs } from "../components/token_lines";
-import type { TileState } from "../components/head_data";
+import { MAX_CELLS, type TileState } from "../components/head_data";
 import { isSpecial, streamWords, visibleToken } from "../components/tokens";
-import { fetchAggregateTile, fetchAggregateWeights, fetchCombinedTile, fetchWeights, leaveOut, NO_WEIGHTS, otherHeads, shownGroups, strongestQuery, type HeadPair, type Weights } from "../components/voice_data";
+import { fetchAggregateTile, fetchAggregateWeights, fetchCombinedTile, fetchWeights, largest, leaveOut, NO_WEIGHTS, otherHeads, shownGroups, strongestQuery, type HeadPair, type Weights } from "../components/voice_data";
 import { MOST_LINES, VoiceLines } from "../components/voice_lines";
 import { format, t, type TextKey } from "../i18n";
 import type { Site } from "../source";
@@ -18,6 +18,7 @@ import { addedTokens, aggregate, AGGREGATES, combination, COMBINATIONS, doc, exc
 import type { PageError } from "../source";
 
 const LISTED = 6; // keys and queries in the lists
+const COLUMN_WAIT_MS = 200;
 
 interface Shown {
   tiles: TileState[];
@@ -62,8 +63,20 @@ export function TextScreen(): JSX.Element {
     const excluded = excludedTokens.value;
     if (!place || (isAll && !source.isLive)) weights.value = shownGroups().map(() => NO_WEIGHTS);
     else {
-      const found = isAll ? Promise.all([fetchAggregateWeights(queries, place.key)]) : Promise.all(shownGroups().map((heads) => fetchWeights(heads, queries, place.key, abort.signal)));
-      found.then((answers) => !abort.signal.aborted && (weights.value = answers.map((answer) => leaveOut(answer, excluded))), () => null);
+      const groups = shownGroups();
+      const show = async (key: number | null) => {
+        const answers = await (isAll ? Promise.all([fetchAggregateWeights(queries, key)]) : Promise.all(groups.map((heads) => fetchWeights(heads, queries, key, abort.signal))));
+        if (!abort.signal.aborted) weights.value = answers.map((answer) => leaveOut(answer, excluded));
+      };
+      // a row of a long text is read at once; a column needs every row, so it waits until the pointer rests
+      const isLong = !isAll && (site.value?.numQueries ?? 0) > MAX_CELLS && place.key !== null;
+      const first = show(isLong ? null : place.key);
+      const rest = async () => {
+        await first;
+        if (isLong) await new Promise((done) => setTimeout(done, COLUMN_WAIT_MS));
+        if (isLong && !abort.signal.aborted) await show(place.key);
+      };
+      rest().catch(() => null); // the pointer has moved on
     }
     return () => abort.abort();
   });
@@ -272,63 +285,93 @@ function Generation(): JSX.Element | null {
 function Chips(props: { stream: string; canKeep: boolean; upper: Float32Array | null; lower: Float32Array | null; isTwo: boolean; pointed: number | null; onHover: (index: number | null) => void }): JSX.Element {
   const words = streamWords(props.stream);
   const box = useRef<HTMLDivElement>(null);
-  const dragged = useRef<{ from: number; hasMoved: boolean } | null>(null);
-  const version = themeVersion.value;
-  const { upper, lower, isTwo } = props;
-  const isKey = props.stream === site.value?.keyStream;
-  const onClick = (event: MouseEvent, index: number) => {
-    const isDrag = dragged.current?.hasMoved === true;
-    dragged.current = null;
-    if (event.altKey && isKey) toggleExcluded(index);
-    else if (props.canKeep && !isDrag) keepToken(index, event.shiftKey);
-  };
-  const onEnter = (event: MouseEvent, index: number) => {
-    props.onHover(index);
-    if (!dragged.current || event.buttons !== 1 || !props.canKeep) return;
-    dragged.current.hasMoved = true;
-    keepSpan(dragged.current.from, index);
-  };
+  useShades(box, props, words);
   const made = generation.value?.revision !== undefined ? generation.value.first : Infinity;
-  useEffect(() => {
-    const chips = box.current?.children ?? [];
-    const shade = (weight: number | undefined, hue: string) => {
-      if (!weight) return "transparent";
-      const strength = rampPosition(weight, scale.value) * (isTwo ? 0.6 : 0.75);
-      return isTwo ? `color-mix(in srgb, var(${hue}) ${Math.round(strength * 100)}%, transparent)` : cssRamp(strength);
-    };
-    for (let index = 0; index < chips.length; index++) {
-      const chip = chips[index] as HTMLElement;
-      chip.style.setProperty("--to", shade(upper?.[index], "--hue-a"));
-      chip.style.setProperty("--from", shade(lower?.[index], "--hue-b"));
-    }
-  }, [upper, lower, isTwo, version, scale.value]);
-  return (
-    <div class="chips" ref={box} title={t("text.grammar")} onMouseLeave={() => props.onHover(null)}>
-      {words.map((word, index) => (
+  const kept = props.canKeep && selectedToken.value !== null ? [selectedToken.value, ...addedTokens.value] : [];
+  const leftOut = props.stream === site.value?.keyStream ? excludedTokens.value : [];
+  // the same elements while the pointer moves, because a long text has thousands
+  const chips = useMemo(
+    () =>
+      words.map((word, index) => (
         <button
           key={index}
           type="button"
-          class={`chip ${isSpecial(word) ? "special" : ""} ${isKey && excludedTokens.value.includes(index) ? "left-out" : ""} ${props.pointed === index ? "pointed" : ""} ${index >= made ? "generated" : ""}`}
-          aria-pressed={props.canKeep ? selectedToken.value === index || (selectedToken.value !== null && addedTokens.value.includes(index)) : undefined}
-          onMouseDown={() => (dragged.current = { from: index, hasMoved: false })}
-          onMouseEnter={(event) => onEnter(event, index)}
-          onFocus={() => props.onHover(index)}
-          onClick={(event) => onClick(event, index)}
+          data-index={index}
+          class={`chip ${isSpecial(word) ? "special" : ""} ${leftOut.includes(index) ? "left-out" : ""} ${index >= made ? "generated" : ""}`}
+          aria-pressed={props.canKeep ? kept.includes(index) : undefined}
         >
           {visibleToken(word)}
         </button>
-      ))}
+      )),
+    [words, made, kept.join(","), leftOut.join(","), props.canKeep],
+  );
+  return (
+    <div class="chips" ref={box} title={t("text.grammar")} onMouseLeave={() => props.onHover(null)} {...useChipHandlers(props)}>
+      {chips}
     </div>
   );
 }
 
+/** Hover previews, a click keeps, with shift adds, with alt leaves out; a drag keeps a span. */
+function useChipHandlers({ stream, canKeep, onHover }: { stream: string; canKeep: boolean; onHover: (index: number) => void }) {
+  const dragged = useRef<{ from: number; hasMoved: boolean } | null>(null);
+  const onChip = (handle: (index: number, event: MouseEvent) => void) => (event: Event) => {
+    const index = (event.target as HTMLElement).closest<HTMLElement>(".chip")?.dataset["index"];
+    if (index !== undefined) handle(Number(index), event as MouseEvent);
+  };
+  return {
+    onFocusIn: onChip(onHover),
+    onMouseDown: onChip((from) => (dragged.current = { from, hasMoved: false })),
+    onMouseOver: onChip((index, event) => {
+      onHover(index);
+      if (!dragged.current || event.buttons !== 1 || !canKeep || index === dragged.current.from) return;
+      dragged.current.hasMoved = true;
+      keepSpan(dragged.current.from, index);
+    }),
+    onClick: onChip((index, event) => {
+      const isDrag = dragged.current?.hasMoved === true;
+      dragged.current = null;
+      if (event.altKey && stream === site.value?.keyStream) toggleExcluded(index);
+      else if (canKeep && !isDrag) keepToken(index, event.shiftKey);
+    }),
+  };
+}
+
+const SHADES = 64; // steps of the colours of chips, so that weights that look the same write nothing
+
+/** Colour the chips by their weights, and mark the pointed one; chips that stay the same are not touched. */
+function useShades(box: { current: HTMLDivElement | null }, props: { upper: Float32Array | null; lower: Float32Array | null; isTwo: boolean; pointed: number | null }, words: string[]): void {
+  const version = themeVersion.value;
+  const { upper, lower, isTwo, pointed } = props;
+  const drawn = useRef<{ key: string; words: string[]; steps: [Uint8Array, Uint8Array] } | null>(null);
+  useEffect(() => {
+    const chips = box.current?.children ?? [];
+    const key = `${version} ${isTwo}`;
+    const last = drawn.current?.key === key && drawn.current.words === words ? drawn.current.steps : null;
+    const read = (weights: Float32Array | null) => Uint8Array.from(words, (_, index) => Math.ceil(rampPosition(weights?.[index] ?? 0, scale.value) * SHADES));
+    const steps: [Uint8Array, Uint8Array] = [read(upper), read(lower)];
+    const shade = (step: number, hue: string) => {
+      if (!step) return "transparent";
+      const strength = (step / SHADES) * (isTwo ? 0.6 : 0.75);
+      return isTwo ? `color-mix(in srgb, var(${hue}) ${Math.round(strength * 100)}%, transparent)` : cssRamp(strength);
+    };
+    ["--to", "--from"].forEach((name, half) => {
+      for (let index = 0; index < chips.length; index++) {
+        const step = steps[half]![index]!;
+        if (step !== last?.[half]?.[index]) (chips[index] as HTMLElement).style.setProperty(name, shade(step, half === 0 ? "--hue-a" : "--hue-b"));
+      }
+    });
+    drawn.current = { key, words, steps };
+  }, [upper, lower, isTwo, words, version, scale.value]);
+  useEffect(() => {
+    const chip = pointed === null ? null : box.current?.children[pointed];
+    chip?.classList.add("pointed");
+    return () => chip?.classList.remove("pointed");
+  }, [pointed, words]);
+}
+
 function TopList({ title, words, values }: { title: string; words: string[]; values: Float32Array | null }): JSX.Element {
-  const top = values
-    ? Array.from(values, (weight, index) => ({ weight, index }))
-        .filter(({ weight }) => weight > 0)
-        .sort((a, b) => b.weight - a.weight)
-        .slice(0, LISTED)
-    : [];
+  const top = values ? largest(values, LISTED).filter(({ weight }) => weight > 0) : [];
   return (
     <div>
       <h3>{title}</h3>
