@@ -282,4 +282,5 @@ def test_gru_steps_are_those_of_torch():
 
 def test_every_run_of_these_sections_is_checked():
     ids = {id for id in learn.runnable("003") if id.split("-")[1][0] in "12345"}
-    assert ids == set(EXPECTED) == set(CHANGES)
+    measured = {"003-4.1c", "003-4.2d"}  # test_measured_layers
+    assert ids - measured == set(EXPECTED) == set(CHANGES)

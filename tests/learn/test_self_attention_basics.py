@@ -154,4 +154,5 @@ def test_the_figure_has_a_line_for_each_strong_weight():
 
 
 def test_every_run_of_the_document_is_checked():
-    assert set(learn.runnable("000")) == set(EXPECTED) == set(CHANGES)
+    measured = {"000-1f", "000-1g"}  # test_measured_layers
+    assert set(learn.runnable("000")) - measured == set(EXPECTED) == set(CHANGES)

@@ -13,7 +13,7 @@ In reading order:
   throughput of serving, and `decode_intensity` the arithmetic intensity of the parts of a decode step;
 - `parallelism` and `parallel_report` divide a model among devices, with memory, time and communication of each;
 - `complexity`, `published_formulas` and `published_article` compare with the literature and with a small layer that
-  is run.
+  is run; `layer_reach` measures the receptive field and the gradients by distance of such layers.
 """
 
 from __future__ import annotations

@@ -19,7 +19,10 @@ from ..nn.tensor_attention import attend
 from ..presets import design, from_toml
 from .attention_mechanism import gru_steps
 from .entry import Outcome, judge, judge_condition
+from .measured_layers import table_beside_convolution, table_beside_recurrence
 from .sampled_tensors import largest_difference, make_layer, sample
+
+__all__ = ["table_beside_convolution", "table_beside_recurrence"]  # runs of this document's tables
 
 
 def compare_with_recurrence(*, tokens: int = 4096, model: int = 512) -> Outcome:

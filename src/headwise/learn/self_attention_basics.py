@@ -17,7 +17,10 @@ from ..presets import design, from_toml
 from .attention_mechanism import attention_formula, gru_steps
 from .entry import Outcome, judge, judge_condition
 from .matrix_figures import draw_heads
+from .measured_layers import table_beside_recurrence, table_of_lengths
 from .sampled_tensors import largest_difference, make_layer, sample
+
+__all__ = ["table_beside_recurrence", "table_of_lengths"]  # runs of this document's tables
 
 __all__ = ["attention_formula"]
 

@@ -17,6 +17,7 @@ from ..command_parser import TERMINAL_WIDTH, CommandParser, UsageError
 if TYPE_CHECKING:
     from ...costs.complexity import ComplexityTable, LayerSizes, ScalingMeasurement
     from ...costs.cost_report import CostEstimate, CostReport
+    from ...costs.layer_reach import LayerReachTable
     from ...costs.published_formulas import FormulaComparison, FormulaSource
     from ...costs.size_matching import SizeMatch
     from ...spec.attention_spec import AttentionSpec
@@ -130,18 +131,20 @@ class SizeMatchView:
 
 @dataclass(frozen=True)
 class ComplexityView:
-    """The table of complexities, and the measured scaling of small layers with --complexity measured."""
+    """The table of complexities; with --complexity measured, the scaling and the reach of small layers."""
 
     table: ComplexityTable
     measurement: ScalingMeasurement | None
+    reach: LayerReachTable | None = None
 
     def __str__(self) -> str:
-        return f"{self.table}\n\n{self.measurement}" if self.measurement else str(self.table)
+        return "\n\n".join(str(part) for part in (self.table, self.measurement, self.reach) if part is not None)
 
     @property
     def data(self) -> dict[str, Any]:
         """The table and the measurement as plain values."""
-        return self.table.data | {"measured": self.measurement.data if self.measurement else None}
+        measured = {"measured": self.measurement, "reach": self.reach}
+        return self.table.data | {name: part.data if part else None for name, part in measured.items()}
 
 
 def add_comparison_arguments(parser: CommandParser) -> None:
@@ -190,7 +193,8 @@ def make_comparison_views(args: argparse.Namespace, costs: CostReport) -> Mappin
         from ...costs.complexity import ComplexityTable
 
         sizes = _layer_sizes(args, costs)
-        views["complexity"] = ComplexityView(ComplexityTable.from_sizes(sizes), _measure_scaling(args, sizes))
+        table, is_measured = ComplexityTable.from_sizes(sizes), args.complexity == "measured"
+        views["complexity"] = ComplexityView(table, *(_measure_layers(sizes) if is_measured else (None, None)))
     elif args.kernel is not None or args.window is not None:
         raise UsageError("--kernel and --window are sizes of --complexity; give it, or leave them out")
     return views
@@ -277,12 +281,11 @@ def _layer_sizes(args: argparse.Namespace, costs: CostReport) -> LayerSizes:
     )
 
 
-def _measure_scaling(args: argparse.Namespace, sizes: LayerSizes) -> ScalingMeasurement | None:
-    if args.complexity != "measured":
-        return None
+def _measure_layers(sizes: LayerSizes) -> tuple[ScalingMeasurement, LayerReachTable]:
     from ...costs.complexity import measure_scaling
+    from ...costs.layer_reach import measure_layer_reach
 
-    return measure_scaling(sizes)
+    return measure_scaling(sizes), measure_layer_reach()
 
 
 # --- `--plot`, `--csv` ---------------------------------------------------------------------------------

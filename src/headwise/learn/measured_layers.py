@@ -1,0 +1,144 @@
+"""Runs of the comparison tables of documents 000 and 003: attention, GRU, LSTM and convolution, every cell measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..costs.complexity import LayerSizes, measure_scaling
+from ..costs.layer_reach import DISTANCES, LAYERS, LayerReach, measure_layer_reach
+from ..nn.attention import Attention
+from ..nn.position_embeddings import sinusoidal_table
+from ..presets import design
+from .entry import Number, Outcome, judge
+from .sampled_tensors import largest_difference, make_layer, sample
+
+TOKENS, LENGTHS = 64, (512, 1024)
+SHORT, LONG, VALUES, WIDTH = 16, 64, 4, 16  # lengths and sizes of the task of `_train`
+STEPS, BATCH, EVALUATED = 200, 64, 512
+# A name of `complexity.measure_scaling` for each name of `layer_reach.LAYERS`.
+TIMED = {"attention": "self-attention", "GRU": "GRU", "LSTM": "LSTM", "convolution": "convolution"}
+
+
+def _measure_reach() -> dict[str, LayerReach]:
+    return {layer.name: layer for layer in measure_layer_reach(TOKENS).layers}
+
+
+def measured_cells(layers: Mapping[str, LayerReach]) -> dict[str, Number]:
+    """Every measured number of the tables, by row and layer: `field_attention`, `chain_gru`."""
+    seconds = measure_scaling(LayerSizes(max(LENGTHS), 64), LENGTHS).layers
+    numbers: dict[str, Number] = {"tokens": TOKENS, "short": LENGTHS[0], "long": LENGTHS[1]}
+    for name, layer in layers.items():
+        short, long = seconds[TIMED[name]]
+        cells = {
+            "field": layer.receptive_field,
+            "layers": layer.layers,
+            "chain": layer.chain,
+            "bytes": layer.state_bytes,
+        }
+        cells |= {f"gradient_{distance}": layer.gradients[distance] for distance in DISTANCES}
+        cells |= {"shift": layer.shift, "permutation": layer.permutation, "parameters": layer.parameters}
+        cells |= {"ms": 1000 * short, "growth": long / short}
+        numbers |= {f"{row}_{name.lower()}": cell for row, cell in cells.items()}
+    return numbers
+
+
+def table_beside_recurrence(*, local: str = "GRU") -> Outcome:
+    """The tables of 000 and of 003, 4.1: attention is global, parallel and without decay; an RNN local and serial.
+
+    `local` is the layer that the claim of local dependencies is tested on.
+    """
+    layers = _measure_reach()
+    attention, gru = layers["attention"], layers["GRU"]
+    holds = (
+        attention.receptive_field == TOKENS
+        and layers[local].receptive_field < TOKENS
+        and attention.chain < TOKENS < gru.chain
+        and attention.gradients[32] > 1e3 * gru.gradients[32]
+    )
+    return judge(holds, **measured_cells(layers))
+
+
+def table_beside_convolution(*, positions: bool = False) -> Outcome:
+    """The table of 003, 4.2: a convolution has a fixed field and a bias for shifts; attention has no strong bias.
+
+    Attention has one if it commutes with every permutation; with `positions` it gets sinusoids.
+    """
+    layer, x = make_layer(design(model=WIDTH, heads=2)), sample(1, TOKENS, WIDTH)
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(2))
+    errors = [
+        largest_difference(layer((x[order] + table)[None])[0].detach(), layer((x + table)[None])[0, order].detach())
+        for table in (torch.zeros(()), sinusoidal_table(torch.arange(TOKENS), WIDTH))
+    ]
+    layers = _measure_reach()
+    is_local = layers["convolution"].receptive_field < TOKENS == layers["attention"].receptive_field
+    no_bias = errors[1 if positions else 0] > 1e-9
+    holds = is_local and layers["convolution"].shift < 1e-12 and no_bias
+    return judge(holds, **measured_cells(layers), explicit_attention=errors[1])
+
+
+# --- Extrapolation: trained on short sequences, tested on long ones ------------------------------------
+
+
+def table_of_lengths(*, steps: int = STEPS, marked_last: bool = False) -> Outcome:
+    """Accuracy at 16 tokens, the length of training, and at 64: name the value of the one token that is marked.
+
+    Training takes `steps`. With `marked_last`, the marked token is the last one, so that no layer needs any range.
+    """
+    numbers: dict[str, Number] = {"short": SHORT, "long": LONG, "chance": 1 / VALUES}
+    with torch.random.fork_rng(devices=[]):
+        for name in LAYERS:
+            torch.manual_seed(0)
+            numbers |= _train(name, steps, marked_last)
+    return judge(float(numbers["long_attention"]) > 0.9, **numbers)
+
+
+def _make_float_layer(name: str) -> nn.Module:
+    return Attention(design(model=WIDTH, heads=2)) if name == "attention" else LAYERS[name]()
+
+
+def _train(name: str, steps: int, marked_last: bool) -> dict[str, float]:
+    layer = _make_float_layer(name)
+    embed, head = nn.Linear(VALUES + 1, WIDTH), nn.Linear(WIDTH, VALUES)
+
+    def predict(x_BTC: Tensor) -> Tensor:
+        x_BTD = embed(x_BTC)
+        return head(x_BTD[:, -1] + _apply(layer, x_BTD)[:, -1])
+
+    parameters = [parameter for module in (embed, layer, head) for parameter in module.parameters()]
+    optimiser = torch.optim.Adam(parameters, lr=1e-2)
+    for _ in range(steps):
+        x_BTC, goal_B = _marked_values(BATCH, SHORT, marked_last)
+        loss = F.cross_entropy(predict(x_BTC), goal_B)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    cells = {}
+    with torch.no_grad():
+        for row, tokens in (("short", SHORT), ("long", LONG)):
+            x_BTC, goal_B = _marked_values(EVALUATED, tokens, marked_last)
+            cells[f"{row}_{name.lower()}"] = float((predict(x_BTC).argmax(-1) == goal_B).float().mean())
+    return cells
+
+
+def _apply(layer: nn.Module, x_BTD: Tensor) -> Tensor:
+    """Run a layer over a batch; those of `layer_reach` take one sequence, their inner layers several."""
+    if isinstance(layer, Attention):
+        output = layer(x_BTD)
+        assert isinstance(output, Tensor)
+        return output
+    inner = layer.inner
+    assert isinstance(inner, nn.Module)
+    return inner(x_BTD.mT).mT if isinstance(inner, nn.Conv1d) else inner(x_BTD.transpose(0, 1))[0].transpose(0, 1)
+
+
+def _marked_values(batch: int, tokens: int, marked_last: bool) -> tuple[Tensor, Tensor]:
+    """One-hot values with a mark on one token of each row, and the marked value."""
+    values_BT = torch.randint(VALUES, (batch, tokens))
+    place_B = torch.full((batch,), tokens - 1) if marked_last else torch.randint(tokens, (batch,))
+    mark_BT = F.one_hot(place_B, tokens)
+    x_BTC = torch.cat([F.one_hot(values_BT, VALUES), mark_BT[..., None]], -1).float()
+    return x_BTC, values_BT[torch.arange(batch), place_B]
