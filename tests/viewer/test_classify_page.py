@@ -92,7 +92,7 @@ def test_a_class_of_ones_own_is_marked_kept_and_exported(page: Any, tmp_path: Pa
         own = [row for row in rows if row["source"] == "user"]
         assert [(row["site"], row["head"], row["class"]) for row in own] == [("encoder.1.attention", "2", name)]
         assert own[0]["measured_class"] == head.classes[0].name
-        assert "classes=" in page.url
+        wait_until(page, "location.hash.includes('classes=')")
         page.reload()
         wait_until(page, "document.body.textContent.includes('1 named by you')")
         page.get_by_role("link", name="Map").click()

@@ -13,7 +13,7 @@ from headwise.viewer import bundled_sample
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.step_answers import find_steps
 from headwise.viewer.view import open_trace, render_export
-from support.page_browser import served
+from support.page_browser import served, wait_until
 
 SITE, HEAD, QUERY = 7, 2, 9
 ADDRESS = f"#/steps?site={SITE}&head={HEAD}&position={QUERY}"
@@ -104,8 +104,10 @@ def test_arrows_walk_through_steps_and_keys_and_the_address_keeps_them(page: Any
         page.keyboard.press("ArrowLeft")
         page.keyboard.press("ArrowUp")
         page.locator(".keycells .chosen").first.wait_for()
-        assert "step=3" in page.url
-        assert "key=8" in page.url  # the key before the one with the largest weight, which is the query itself
+        wait_until(page, "location.hash.includes('step=3')")
+        wait_until(
+            page, "location.hash.includes('key=8')"
+        )  # the key before the one with the largest weight, which is the query itself
         address = page.url
         page.reload()
         page.locator(".step").first.wait_for()

@@ -291,6 +291,6 @@ def test_the_page_works_in_the_frame_of_a_notebook(tmp_path: Path, monkeypatch: 
         shown.get_by_role("gridcell").first.wait_for()
         assert shown.get_by_role("gridcell").count() == 54
         shown.get_by_role("gridcell").first.dblclick()
-        shown.get_by_role("heading", name="Head").wait_for()
+        shown.get_by_role("heading", name="Head E0 H0").wait_for()
         browser.close()
     assert messages == []

@@ -110,6 +110,13 @@ function makeHash(screen: string): string {
   return `#/${screen}${query ? `?${query}` : ""}`;
 }
 
+let readAddress = (): string => location.href;
+
+/** The address of what is shown now, also where the browser's own waits for its next change. */
+export function currentAddress(): string {
+  return readAddress();
+}
+
 /** Keep the URL and the state equal. */
 export function keepUrl<Name extends string>(screen: Signal<Name>, screens: readonly Name[]): void {
   const read = (kinds: readonly Kind[]) => readHash(screen as unknown as Signal<string>, screens, kinds);
@@ -153,6 +160,8 @@ export function keepUrl<Name extends string>(screen: Signal<Name>, screens: read
     next = makeHash(shown);
     write();
   };
+  readAddress = () => location.href.replace(/#.*$/, "") + next;
+  addEventListener("beforeunload", write);
   addEventListener("popstate", onMove);
   addEventListener("hashchange", onMove);
 }

@@ -14,6 +14,7 @@ import { announcement, doc, headName, overlay, screen, selectedHead, selectedSit
 import { ErrorNote, Icon, Segmented, Select } from "./basics";
 import { fetchShownTile } from "./head_data";
 import { Dialog } from "./overlays";
+import { currentAddress } from "../url_state";
 
 type Subject = "head" | "all";
 const LEAST_WEIGHTS = ["0", "0.001", "0.01", "0.1"] as const;
@@ -203,7 +204,7 @@ function ReproductionPart({ subject }: { subject: Subject }): JSX.Element {
       <CodeBlock label={t("export.python")} text={python} />
       <CodeBlock label={t("export.shell")} text={shell} />
       {subject === "head" && <p class="t3 sm">{t("export.sqrtOnly")}</p>}
-      <CodeBlock label={t("export.link")} text={location.href} />
+      <CodeBlock label={t("export.link")} text={currentAddress()} />
       {source.isLive && <p class="t3 sm">{t("export.linkHint")}</p>}
     </section>
   );

@@ -178,7 +178,14 @@ function onKey(event: KeyboardEvent, item: Site, tile: TileState | null, pointed
   if (!(step || zoom || event.key === "0") || !tile) return;
   event.preventDefault();
   event.stopPropagation();
-  if (step) pointed.value = { ...nextCell(item, tile, pointed.value, step), locked: true };
+  if (step) pointed.value = { ...nextCell(item, shownCells(item, tile), pointed.value, step), locked: true };
+}
+
+/** The cells of the part that is shown; its tile may still be on the way. */
+function shownCells(item: Site, tile: TileState): TileState {
+  const view = shownView(item);
+  if (isSameView(view, tile.view)) return tile;
+  return { ...tile, view, rows: Math.min(view.q1 - view.q0, MAX_CELLS), columns: Math.min(view.k1 - view.k0, MAX_CELLS) };
 }
 
 /** The next cell in a direction. A view that it leaves follows it. */

@@ -2,6 +2,7 @@
 
 import { t } from "../i18n";
 import { doc } from "../state";
+import { currentAddress } from "../url_state";
 
 const MOST_TEXT = 90; // characters of the text in the caption
 
@@ -21,5 +22,5 @@ function readText(): string {
 
 /** Everything that is needed to make the figure again: the model, the texts, and the settings as the address holds them. */
 export function provenance(): string {
-  return JSON.stringify({ headwise: "view", model: doc.value?.model ?? {}, text: readText(), settings: location.hash.replace(/^#token=[\w-]+&?/, "#") });
+  return JSON.stringify({ headwise: "view", model: doc.value?.model ?? {}, text: readText(), settings: currentAddress().replace(/^[^#]*/, "") });
 }
