@@ -331,6 +331,7 @@ def test_the_scatter_selects_and_dims_heads(page: Any):
         page.get_by_text("Drag to choose heads").wait_for()
         page.get_by_label("colour").select_option("importance")
         wait_until(page, "location.hash.includes('color=importance')")
+        assert "chosen=" not in page.url
 
 
 @pytest.mark.parametrize("width", [900, 1000, 1100, 1280])
@@ -470,6 +471,7 @@ def test_a_part_of_a_long_head_is_shown_with_one_cell_for_each_pair(page: Any):
         page.keyboard.press("0")
         page.get_by_text("all 2000 queries, 2000 keys").wait_for()
         wait_until(page, "!location.hash.includes('part=')")
+        assert page.get_by_role("button", name="whole matrix").get_attribute("aria-disabled") == "true"
         box = page.locator(".minimap").bounding_box()
         page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
         wait_until(page, "location.hash.includes('part=875.1125.875.1125')")
@@ -489,6 +491,7 @@ def test_a_drag_shows_a_part_and_keys_walk_past_its_edge(page: Any):
         page.keyboard.press("ArrowUp")
         wait_until(page, "document.querySelector('[data-testid=exact]').textContent.includes('w39')")
         wait_until(page, "location.hash.includes('part=24.54.5.35')")
+        assert "cell=39.40" in page.url
 
 
 def test_marginals_are_those_of_the_weights(page: Any):

@@ -61,6 +61,7 @@ def test_tokens_kept_together_show_the_sum_of_their_weights(page: Any):
         expected = np.sort(rows[3] + rows[5])[::-1][0]
         wait_until(page, f"document.querySelector('.finder').textContent.includes('{expected:.2f}')")
         wait_until(page, "location.hash.includes('add=5')")
+        assert "position=3" in page.url
 
 
 def test_a_threshold_leaves_only_strong_pairs(page: Any):
