@@ -54,7 +54,7 @@ RESULTS = {
     ),
     "olmo2": ("cannot reorder heads", CONCATENATED, PER_HEAD, PLAIN, OURS),
     "phi3": (PLAIN, OURS, PER_HEAD, PLAIN, OURS),
-    "gptj": (OURS, OURS, PER_HEAD, PLAIN, OURS),
+    "gptj": (RESIZED, OURS, PER_HEAD, PLAIN, OURS),
     "bloom": (OURS, OURS, OURS, PLAIN, OURS),
     "mixtral": (PLAIN, OURS, PER_HEAD, PLAIN, OURS),
 }
