@@ -189,7 +189,7 @@ def test_the_report_repeats_a_given_length():
     assert "7 keys" in str(why(spec, tokens=7))
     assert why(spec, tokens=7).data["keys"] == 7
     assert why(spec, tokens=1).call.tokens == why(spec, tokens="1").call.tokens == "one"
-    assert why(spec, tokens=7, device="cuda").backend == "block_sparse"  # nobody measured there
+    assert why(spec, tokens=7, device="cuda").backend == "block_sparse"  # not measured there
 
 
 @pytest.mark.parametrize("context", [300, 500])

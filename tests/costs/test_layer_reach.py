@@ -61,7 +61,7 @@ def test_gradients_of_attention_do_not_fall_and_those_of_recurrence_do():
 
 @pytest.mark.parametrize(
     ("name", "field", "layers"),
-    [("attention", TOKENS, 1), ("GRU", TOKENS, 1), ("LSTM", TOKENS, 1), ("convolution", 2, TOKENS - 1)],
+    [("attention", TOKENS, 1), ("GRU", TOKENS, 1), ("LSTM", TOKENS, 1), ("convolution", 3, TOKENS - 1)],
 )
 def test_receptive_fields_and_paths(name: str, field: int, layers: int):
     assert (TABLE[name].receptive_field, TABLE[name].layers) == (field, layers)

@@ -200,7 +200,7 @@ def test_both_attention_settings_are_tried_for_short_rows(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("x86-avx512", "bf16 was measured to be slower"), ("aarch64", "nobody measured bf16")]
+    ("name", "reason"), [("x86-avx512", "bf16 was measured to be slower"), ("aarch64", "bf16 was not measured")]
 )
 def test_bf16_is_not_tried_where_it_is_slower_or_was_not_measured(
     monkeypatch: pytest.MonkeyPatch, name: str, reason: str

@@ -421,7 +421,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     if call.single_query:
         reasons.append("needs more than one query per row")
     if call.spec.pattern in (Full(), Causal()):
-        reasons.append(f"{call.spec.pattern.text} hides no block of keys that one fused call would not skip")
+        reasons.append(f"one fused call already skips every block of keys that {call.spec.pattern.text} hides")
     if "lse" in call.probed_tensors:
         reasons.append("returns a log-sum-exp for each block only")
     return reasons
@@ -430,7 +430,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
     """Why another backend is preferred at this size."""
     if _has_cpu_kernel(call) and mask_shape != "any":
-        return [f"{call.spec.pattern.text} hides no key of this call that one fused call would not skip"]
+        return [f"one fused call already skips the keys of this call that {call.spec.pattern.text} hides"]
     return call.slower_below("block_sparse", size, "one call with a mask takes less time")
 
 

@@ -88,7 +88,7 @@ def slower_reason(point: str, least: float, faster: str, size: str) -> str:
     points = current_points()
     if points.points[point].measured_on:
         return f"{faster} on this class of machine ({points.machine_class})"
-    return f"nobody measured it on this class of machine ({points.machine_class}); {CALIBRATE_COMMAND} does"
+    return f"not measured on this class of machine ({points.machine_class}); {CALIBRATE_COMMAND} measures it"
 
 
 slower_reason._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - torch reads it

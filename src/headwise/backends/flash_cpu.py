@@ -26,9 +26,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     if call.device != "cpu":
         reasons.append(f"has a kernel for the CPU only, not {call.device}")
     if call.dtype not in COMPUTE_DTYPES:
-        reasons.append(
-            f"it computes in float32 and float64; torch's call multiplies {_dtype_name(call.dtype)} as it is"
-        )
+        reasons.append(f"computes in float32 and float64 only; sdpa multiplies {_dtype_name(call.dtype)} directly")
     if call.single_query:
         reasons.append("needs more than one query per row")
     if "lse" in call.probed_tensors:

@@ -46,7 +46,7 @@ def fused_call_conflicts(call: CallSignature) -> list[str]:
     for _, part in spec.parts():
         name = type(part).__name__
         if isinstance(part, Mix):
-            reasons.append(f"{name} mixes heads inside the fused call")
+            reasons.append(f"{name} mixes heads, which a fused call cannot do")
         elif isinstance(part, ScoreStep) and not part.additive:
             reasons.append(f"{name} is not additive")
         elif isinstance(part, ValueStep):

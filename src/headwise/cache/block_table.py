@@ -200,12 +200,12 @@ def _width(spec: AttentionSpec) -> int:
 class PagedSequence:
     """One sequence: its length in cached tokens, and per retention group a table from page index to page.
 
-    `reserved_tokens` is the number of pages of each group that it may come to hold, for admission control. `namespace`
+    `reserved_pages` is the number of pages of each group that it may come to hold, for admission control. `namespace`
     separates sequences whose cached tokens depend on more than their ids, such as on an encoder input.
     """
 
     tables: tuple[dict[int, int], ...]
-    reserved_tokens: tuple[int, ...] = ()
+    reserved_pages: tuple[int, ...] = ()
     namespace: bytes = b""
     length: int = 0
     # Hash of all ids up to the end of each block of `page` tokens, the smallest page size.
@@ -280,7 +280,7 @@ class BlockTables:
             self.pages.add_reference(page)
         tables = tuple(dict(table) for table in row.tables)
         return PagedSequence(
-            tables, row.reserved_tokens, row.namespace, row.length, list(row.block_hashes), row.num_published
+            tables, row.reserved_pages, row.namespace, row.length, list(row.block_hashes), row.num_published
         )
 
     def free_sequence(self, row: PagedSequence) -> None:
@@ -339,7 +339,7 @@ class BlockTables:
         rows, total = list(rows), 0
         for group, keep in enumerate(self.keeps):
             references = Counter(page for row in rows for page in row.tables[group].values())
-            total += sum(row.reserved_tokens[group] for row in rows)
+            total += sum(row.reserved_pages[group] for row in rows)
             if keep.last is None:
                 total += len(references) - references.total()
             else:

@@ -105,7 +105,7 @@ class CommandParser(argparse.ArgumentParser):
         for action, help_text in zip(hidden, help_texts, strict=True):
             action.help = help_text
         count = len(self.expert_actions)
-        more = f"{count} more options" if count else "every option"
+        more = f"{count} more option{'s' * (count > 1)}" if count else "every option"
         return f"{text}\n{self.prog} --help-all lists {more}\n"
 
     def format_help_all(self) -> str:

@@ -27,12 +27,13 @@ Layer = Callable[[Tensor], Tensor]
 class LayerReach:
     """Measured range, gradients and equivariance of one layer with random weights over n tokens.
 
-    `receptive_field` is the number of input tokens with a nonzero derivative in the last output. `layers` is the number
-    of stacked layers until the first token reaches the last output. `chain` is the longest chain of dependent
-    operations that autograd records. `gradients` is the Frobenius norm of the last output's derivative by the token at
-    each distance. `shift` and `permutation` are the largest differences between the layer of moved tokens and the moved
-    outputs, away from the borders for shifts. `parameters` does not depend on n; `state_bytes` is what the next token
-    reads of the tokens before, in float32.
+    `receptive_field` is the number of input tokens with a nonzero derivative in the middle output or, if these are
+    more, in the last one, whose later tokens a border cuts off. `layers` is the number of stacked layers until the
+    first token reaches the last output. `chain` is the longest chain of dependent operations that autograd records.
+    `gradients` is the Frobenius norm of the last output's derivative by the token at each distance. `shift` and
+    `permutation` are the largest differences between the layer of moved tokens and the moved outputs, away from the
+    borders for shifts. `parameters` does not depend on n; `state_bytes` is what the next token reads of the tokens
+    before, in float32.
     """
 
     name: str
@@ -92,7 +93,7 @@ def measure_layer_reach(tokens: int = 64) -> LayerReachTable:
     """Measure self-attention, a GRU, an LSTM and a convolution of 3 tokens with random weights.
 
     >>> [(layer.name, layer.receptive_field, layer.layers) for layer in measure_layer_reach(33).layers]
-    [('attention', 33, 1), ('GRU', 33, 1), ('LSTM', 33, 1), ('convolution', 2, 32)]
+    [('attention', 33, 1), ('GRU', 33, 1), ('LSTM', 33, 1), ('convolution', 3, 32)]
     """
     if not DISTANCES[-1] < tokens <= MAX_REACH_TOKENS:
         raise SpecError(f"tokens must be from {DISTANCES[-1] + 1} to {MAX_REACH_TOKENS}, got {tokens}")
@@ -163,7 +164,7 @@ def _measure(name: str, module: _SelfAttention | _Recurrent | _Convolution, toke
     norms_T = gradient_norms(module, x_TD)
     return LayerReach(
         name=name,
-        receptive_field=int((norms_T > 0).sum()),
+        receptive_field=max(int((gradient_norms(module, x_TD, output) > 0).sum()) for output in (tokens // 2, -1)),
         layers=layers_to_reach(module, x_TD),
         chain=longest_chain(module(x_TD)),
         gradients={distance: float(norms_T[-1 - distance]) for distance in DISTANCES},
@@ -174,13 +175,13 @@ def _measure(name: str, module: _SelfAttention | _Recurrent | _Convolution, toke
     )
 
 
-def gradient_norms(layer: Layer, x_TD: Tensor) -> Tensor:
-    """Frobenius norm of the last output's derivative by each input token.
+def gradient_norms(layer: Layer, x_TD: Tensor, output: int = -1) -> Tensor:
+    """Frobenius norm of one output's derivative by each input token; the last output unless another is given.
 
     >>> gradient_norms(lambda x_TD: x_TD.cumsum(0), torch.zeros(3, 4)).tolist()
     [2.0, 2.0, 2.0]
     """
-    jacobian_DTD = torch.autograd.functional.jacobian(lambda x: layer(x)[-1], x_TD)
+    jacobian_DTD = torch.autograd.functional.jacobian(lambda x: layer(x)[output], x_TD)
     assert isinstance(jacobian_DTD, Tensor)
     return torch.linalg.vector_norm(jacobian_DTD, dim=(0, 2))
 

@@ -170,6 +170,7 @@ DEFAULT_FORMATS = NumberFormats()
 # --- Measuring the machine that runs this --------------------------------------------------------------
 
 MEASURE_SECONDS = 0.25  # time limit of one measurement; there are about ten
+MIN_RUNS = 5  # of a measurement: the fastest of fewer may be one that another process interrupted
 MATRIX_SIZES = (128, 512, 2048, 8192)  # measured in this order until the next one would exceed MEASURE_SECONDS
 COPY_BYTES = 2**28  # larger than the caches of processors
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -299,17 +300,17 @@ def _measure_matmul_flops(dtype: torch.dtype) -> float:
 
 @compile_when_called()
 def time_run(run: Callable[[], Any], max_seconds: float) -> float:
-    """Time of the fastest run, in seconds: repeat for `max_seconds` after one warm-up run."""
+    """Seconds of the fastest run: repeat for `max_seconds`, at least MIN_RUNS times, after one warm-up run."""
     run()
     synchronize_device()
-    begun, best = time.perf_counter(), math.inf
+    begun, best, count = time.perf_counter(), math.inf, 0
     while True:
         start = time.perf_counter()
         run()
         synchronize_device()
         now = time.perf_counter()
-        best = min(best, max(now - start, 1e-9))
-        if now - begun >= max_seconds:
+        best, count = min(best, max(now - start, 1e-9)), count + 1
+        if now - begun >= max_seconds and count >= MIN_RUNS:
             return best
 
 

@@ -71,7 +71,7 @@ class CoreShape:
 class Param:
     """Declaration of a parameter: its axes, its initialiser, and the tokens it is multiplied with.
 
-    `applied_to` names the tokens whose vectors are multiplied with the parameter in a matrix product: "query" for
+    `applied` names the tokens whose vectors are multiplied with the parameter in a matrix product: "query" for
     every query token, "source" for every token once, when its cache entry is computed, "recalled" for every cached
     token each time it is read; None for parameters that only add or scale. A constant (``trainable=False``) is saved,
     pruned and moved with the other parameters but never trained. `tied_to` names the parameter it shares memory with.
@@ -103,7 +103,7 @@ class CallSize:
             object.__setattr__(self, "pairs", self.queries * self.keys)
 
     def tokens(self, applied: str | None) -> int:
-        """The number of tokens in this call that are multiplied with a parameter whose `applied_to` is `applied`."""
+        """The number of tokens in this call that are multiplied with a parameter whose field `applied` is this."""
         tokens_per_row = {"query": self.queries, "source": self.new_tokens, "recalled": self.keys}
         return self.batch * tokens_per_row[applied] if applied else 0
 

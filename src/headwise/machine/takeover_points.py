@@ -1,7 +1,7 @@
 """Take-over points: the sizes from which (or up to which) headwise's own paths are faster than torch's.
 
 `takeover_points.toml` holds those that were measured, by class of machine, and names the machine of each. On a class
-without an entry, torch's path runs at every size: a kernel that nobody timed there is not preferred. Paths that run
+without an entry, torch's path runs at every size: a kernel that was not timed there is not preferred. Paths that run
 torch's own operations on fewer numbers have one entry for all classes. A calibration of this very machine
 (`headwise bench --calibrate`) replaces the table, for the number of threads that it was made with.
 
@@ -56,7 +56,7 @@ POINT_NAMES = (*FROM_POINTS, *UP_TO_POINTS)
 
 
 class TakeoverPoint(NamedTuple):
-    """A size, and the machine that it was measured on; "" if nobody measured it on this class."""
+    """A size, and the machine that it was measured on; "" if it was not measured on this class."""
 
     size: float
     measured_on: str = ""
@@ -100,7 +100,9 @@ class TakeoverPoints:
         unmeasured = [name for name in POINT_NAMES if not self.points[name].measured_on]
         text = f"take-over points: table of {self.machine_class}, measured on {'; '.join(machines)}"
         if unmeasured:
-            text += f"; torch's path where nobody measured ({', '.join(unmeasured)}), which {CALIBRATE_COMMAND} does"
+            text += (
+                f"; torch's path where nothing was measured ({', '.join(unmeasured)}); {CALIBRATE_COMMAND} measures it"
+            )
         return [text, *([self.problem] if self.problem else [])]
 
 
@@ -131,7 +133,7 @@ def _read_point(
 
 
 def points_of_class(machine_class: str, threads: int | None = None) -> TakeoverPoints:
-    """The table's points of a class; those that nobody measured keep torch's path.
+    """The table's points of a class; those that were not measured keep torch's path.
 
     >>> points_of_class("other").points["flash_cpu"].size
     inf

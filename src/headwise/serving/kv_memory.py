@@ -208,7 +208,7 @@ class KVMemory:
 
     def restart(self, slot: CacheSlot) -> None:
         """Clear a row so that it starts again in the same slot."""
-        need, root = slot.row.reserved_tokens, slot.row.namespace
+        need, root = slot.row.reserved_pages, slot.row.namespace
         self.pool.book.free_sequence(slot.row)
         slot.row = self.pool.book.new_sequence(need, root)
         self._clear_states(slot)
@@ -216,7 +216,7 @@ class KVMemory:
     def max_gathered_pages(self, slot: CacheSlot, count: int) -> int:
         """Maximum number of pages that a layer gathers for a row after `count` more tokens."""
         end = slot.row.length + count
-        groups = zip(self.paging.groups, slot.row.reserved_tokens, strict=True)
+        groups = zip(self.paging.groups, slot.row.reserved_pages, strict=True)
         return max((min(-(-end // group.page), need) for group, need in groups), default=0)
 
     def remember(self, slot: CacheSlot, encoder_output: EncoderOutput) -> None:

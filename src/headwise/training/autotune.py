@@ -125,7 +125,7 @@ class StepTrial:
             return ()
         points = current_points()
         is_measured = points.points["bf16_training"].measured_on
-        reason = "bf16 was measured to be slower" if is_measured else "nobody measured bf16"
+        reason = "bf16 was measured to be slower" if is_measured else "bf16 was not measured"
         return (f"fp32: {reason} on this class of machine ({points.machine_class})",)
 
     def _attentions(self) -> tuple[str, ...]:
