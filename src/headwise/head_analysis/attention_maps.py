@@ -16,6 +16,7 @@ from ..errors import SpecError, suggest
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import AttentionCall, ModelRun
 from ..inspect.model_inputs import get_streams, prepare_inputs
+from ..traces.head_aggregates import multiply_rollout
 from .head_circuits import AttentionCircuits, get_circuits
 
 # --- Attention maps of one text ------------------------------------------------------------------------
@@ -125,16 +126,10 @@ class AttentionMaps:
         """
         if not 0 <= residual < 1:
             raise ValueError(f"residual={residual!r} is no share; give at least 0 and less than 1, 0.5 is usual")
-        product: Tensor | None = None
-        for maps in self._stack_layers(stack, "attention"):
-            mean = maps.weights_HTS.double().mean(0)
-            total = mean.sum(-1, keepdim=True)
-            mean = mean / torch.where(total == 0, 1.0, total)
-            step = residual * torch.eye(len(mean), dtype=mean.dtype) + (1 - residual) * mean
-            step = step / step.sum(-1, keepdim=True)
-            product = step if product is None else step @ product
-        assert product is not None
-        return product
+        layers = self._stack_layers(stack, "attention")
+        return torch.from_numpy(
+            multiply_rollout((maps.weights_HTS.double().mean(0).cpu().numpy() for maps in layers), residual)
+        )
 
     def table(self, matrix: Tensor, title: str, site: str = "", *, top: int = 3) -> AttentionTable:
         """A matrix with the tokens of a site (default: the last self-attention), which prints its largest entries."""

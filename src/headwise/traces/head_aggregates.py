@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -53,14 +53,26 @@ def roll_out_attention(trace: Trace, site: str, *, row: int = 0) -> Array:
         for layer in trace.layers
         if layer.stack == last.stack and layer.kind == last.kind and layer.layer <= last.layer
     ]
-    count, _ = _common_shape(layers)
-    rollout = np.eye(count, dtype=np.float64)
-    for layer in sorted(layers, key=lambda one: one.layer):
-        mean = aggregate_heads(trace, [layer.name], "mean", row=row).astype(np.float64)
-        mean = _rescale_rows(mean)
-        step = _rescale_rows((1 - RESIDUAL_SHARE) * mean + RESIDUAL_SHARE * np.eye(count))
-        rollout = step @ rollout
-    return rollout.astype(np.float32)
+    _common_shape(layers)
+    in_order = sorted(layers, key=lambda one: one.layer)
+    means = (aggregate_heads(trace, [layer.name], "mean", row=row) for layer in in_order)
+    return multiply_rollout(means).astype(np.float32)
+
+
+def multiply_rollout(means: Iterable[Array], residual: float = RESIDUAL_SHARE) -> Array:
+    """The product over layers of residual I + (1 - residual) A, from the mean A of the heads of each layer, in float64.
+
+    >>> multiply_rollout([np.array([[1.0, 0.0], [1.0, 0.0]])] * 2).tolist()
+    [[1.0, 0.0], [0.75, 0.25]]
+    """
+    rollout: Array | None = None
+    for mean in means:
+        rescaled = _rescale_rows(mean.astype(np.float64))
+        step = _rescale_rows((1 - residual) * rescaled + residual * np.eye(len(mean)))
+        rollout = step if rollout is None else step @ rollout
+    if rollout is None:
+        raise ValueError("a rollout needs at least one layer")
+    return rollout
 
 
 def _rescale_rows(weights: Array) -> Array:
