@@ -35,7 +35,7 @@ from support.layer_cases import check_close
 PLAIN = hw.design(model=64, heads=4, pattern="causal")
 XEON = MachineCapabilities("Intel Xeon", "x86_64", ("AVX2", "AVX-512", "VNNI"), 2, 2)
 OWN_KERNELS = ("flash_cpu", "routed", "bf16_matmul", "bf16_matmul_gradients", "ragged_float32", "ragged_bfloat16",
-               "gemv_float32", "gemv_bfloat16")  # fmt: skip
+               "gemv_float32", "gemv_bfloat16", "gemm_float32", "gemm_bfloat16")  # fmt: skip
 
 
 # --- the table -----------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def test_a_wrong_entry_is_refused(tmp_path: Path, text: str):
 def test_where_nobody_measured_no_kernel_is_preferred(name: str):
     points = points_of_class(name)
     assert all(math.isinf(points.points[point].size) for point in OWN_KERNELS)
-    assert points.points["gemv_tokens_float32"].size == points.points["varlen"].size == 0
+    assert points.points["gemm_tokens_float32"].size == points.points["varlen"].size == 0
     with assume_points(points):
         for dtype in ("fp32", "bf16"):
             for tokens in (20, 5000):
@@ -89,12 +89,14 @@ def test_where_nobody_measured_no_kernel_is_preferred(name: str):
 
 
 def test_one_thread_has_sizes_of_its_own():
-    sizes = [points_of_class("x86-avx512-bf16", threads).points["gemv_tokens_float32"].size for threads in (None, 1, 2)]
-    assert sizes == [4, 64, 4]
-    x, w = torch.randn(60, 512), torch.randn(512, 512)
+    sizes = [points_of_class("x86-avx512-bf16", threads).points["gemv_float32"].size for threads in (None, 1, 2)]
+    assert sizes == [1048576, 4194304, 1048576]
+    x, w = torch.randn(1, 512), torch.randn(512, 512)
     with torch.no_grad():
-        plain = linear(x, w)
         with assume_points(points_of_class("x86-avx512-bf16", 1)):
+            assert not uses_gemv_kernel(x, [w])
+            plain = linear(x, w)
+        with assume_points(points_of_class("x86-avx512-bf16", 2)):
             assert uses_gemv_kernel(x, [w])
             check_close(linear(x, w), plain, rtol=1e-4, atol=1e-4)
 

@@ -1,4 +1,4 @@
-"""Linear maps of few tokens, against float64, and their dispatch."""
+"""Linear maps, against float64, and their dispatch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
-from headwise.kernels import multiply_small_batch
+from headwise.kernels import multiply_small_batch, small_batch_ops
 from headwise.kernels.small_batch_ops import GEMV_STEP
 from headwise.model_spec import FeedForwardSpec
 from headwise.models.feed_forward import FeedForward
@@ -66,6 +66,16 @@ def test_a_token_does_not_see_those_beside_it_nor_the_threads(dtype):
         assert torch.equal(multiply_small_batch(x, w), together)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_tokens_are_multiplied_in_passes_that_leave_no_trace():
+    """Packed tokens fill half of the second-level cache; more of them are multiplied in several passes."""
+    count = 2 * small_batch_ops._tokens_per_pass(4096) + 3
+    x, w = random_tensor(0, count, 4096), random_tensor(1, 9, 4096)
+    together = multiply_small_batch(x, [w])
+    check_product(together, x, [w], EPS[torch.float32])
+    for row in (0, count // 2, count - 1):
+        assert torch.equal(multiply_small_batch(x[row : row + 1], [w]), together[row : row + 1])
 
 
 def test_bits_of_every_place_are_read():
@@ -131,7 +141,8 @@ def test_torch_knows_its_shape_and_flops():
 
 
 WIDE = 1024
-TALL, MOST = takeover.least("gemv_float32") // (4 * WIDE), takeover.least("gemv_tokens_float32")
+TALL, MOST = takeover.least("gemv_float32") // (4 * WIDE), takeover.least("gemm_tokens_float32")
+FLAT = takeover.least("gemm_float32") // (4 * WIDE)
 
 
 def test_few_tokens_and_much_to_read_are_for_the_kernel():
@@ -139,6 +150,7 @@ def test_few_tokens_and_much_to_read_are_for_the_kernel():
     with torch.no_grad():
         assert uses_gemv_kernel(random_tensor(1, MOST, 1, WIDE), [w])
         assert uses_gemv_kernel(random_tensor(1, 1, WIDE), [w[: TALL // 2], w[TALL // 2 :]])
+        assert uses_gemv_kernel(random_tensor(1, 2, WIDE), [w[:FLAT]])
 
 
 @pytest.mark.parametrize(
@@ -146,13 +158,14 @@ def test_few_tokens_and_much_to_read_are_for_the_kernel():
     [
         (random_tensor(1, MOST + 1, WIDE), random_tensor(0, TALL, WIDE)),
         (random_tensor(1, 1, WIDE), random_tensor(0, TALL - 1, WIDE)),
+        (random_tensor(1, 2, WIDE), random_tensor(0, FLAT - 1, WIDE)),
         (random_tensor(1, 0, WIDE), random_tensor(0, TALL, WIDE)),
         (random_tensor(1, 1, WIDE + 8), random_tensor(0, TALL, WIDE + 8)),
         (random_tensor(1, 1, WIDE), random_tensor(0, WIDE, TALL).T),
         (random_tensor(1, 1, WIDE).double(), random_tensor(0, TALL, WIDE).double()),
         (random_tensor(1, 1, WIDE), random_tensor(0, 2 * TALL, WIDE).bfloat16()),
     ],
-    ids=["tokens", "small", "none", "width", "turned", "double", "mixed"],
+    ids=["tokens", "small", "few-small", "none", "width", "turned", "double", "mixed"],
 )
 def test_all_other_calls_run_in_torch(x, w):
     with torch.no_grad():

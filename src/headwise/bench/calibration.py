@@ -127,8 +127,11 @@ def measurements() -> dict[str, PointMeasurement]:
             (2**19, 2**21, 2**22, 2**23, 2**24), lambda size, dtype=dtype: _decode_call(size, dtype)
         )
         points[f"gemv_{label}"] = PointMeasurement(nbytes, lambda size, dtype=dtype: _product_call(size, 1, dtype))
-        points[f"gemv_tokens_{label}"] = PointMeasurement(
-            (1, 2, 4, 8, 16, 64), lambda size, dtype=dtype: _product_call(2**24, size, dtype)
+        points[f"gemm_{label}"] = PointMeasurement(
+            (2**16, 2**18, 2**20, 2**22), lambda size, dtype=dtype: _product_call(size, 4, dtype)
+        )
+        points[f"gemm_tokens_{label}"] = PointMeasurement(
+            (2, 4, 8, 16, 64, 256, 1024), lambda size, dtype=dtype: _product_call(2**22, size, dtype)
         )
     return {name: points[name] for name in POINT_NAMES if has_kernels() or name in KERNEL_FREE_POINTS}
 
@@ -235,9 +238,11 @@ def _paths(name: str, call: TimedCall, points: TakeoverPoints) -> PathPair:
 
 def _companions(name: str, is_own: bool) -> dict[str, float]:
     """Sizes of points that decide together with this one: tokens and bytes of a product."""
-    if name.startswith("gemv_tokens_"):
-        return {name.replace("gemv_tokens_", "gemv_"): 0.0}
-    return {name.replace("gemv_", "gemv_tokens_"): NEVER if is_own else 0.0} if name.startswith("gemv_") else {}
+    if name.startswith("gemm_tokens_"):
+        return {name.replace("gemm_tokens_", "gemm_"): 0.0}
+    if name.startswith(("gemv_", "gemm_")):
+        return {f"gemm_tokens_{name[5:]}": NEVER if is_own else 0.0}
+    return {}
 
 
 def _with_points(points: TakeoverPoints, call: TimedCall) -> TimedCall:

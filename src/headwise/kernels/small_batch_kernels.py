@@ -57,25 +57,22 @@ GEMV_PREFETCH_BYTES = 8192  # prefetch distance ahead of the current tile
 
 @njit
 def pack_tokens(dtype, args, scratch):
-    """Pack tokens into the scratch buffer as [K / 32, M, 32], then the last 16 channels [M, 16] if K % 32 is 16.
+    """Pack tokens into the scratch buffer, in tiles of T = min(M, 4) tokens, in the order in which the products read.
 
-    This is the order in which the products read them.
+    A tile is [K / 32, T, 32], then the last 16 channels [T, 16] if K % 32 is 16.
     """
-    tokens, width, x = (
-        args.num_tokens,
-        args.width,
-        args.x,
-    )
+    tokens, width, tile_size = args.num_tokens, args.width, min(args.num_tokens, GEMV_TILE_SIZE)
     full = width // GEMV_STEP * GEMV_STEP
     for m in range(tokens):
-        token, to = x + storage_itemsize(dtype) * width * m, scratch + 2 * CACHE_LINE_BYTES * m
+        tile, row = scratch + 4 * width * (m // tile_size * tile_size), m % tile_size
+        token, to = args.x + storage_itemsize(dtype) * width * m, tile + 2 * CACHE_LINE_BYTES * row
         for c in range(0, full, GEMV_STEP):
             store_value(to, load_bf16_even(dtype, token + storage_itemsize(dtype) * c))
             store_value(to + CACHE_LINE_BYTES, load_bf16_odd(dtype, token + storage_itemsize(dtype) * c))
-            to += 2 * CACHE_LINE_BYTES * tokens
+            to += 2 * CACHE_LINE_BYTES * tile_size
         if full < width:
             store_value(
-                scratch + 4 * full * tokens + CACHE_LINE_BYTES * m,
+                tile + 4 * full * tile_size + CACHE_LINE_BYTES * row,
                 load_storage(dtype, token + storage_itemsize(dtype) * full),
             )
 
@@ -236,10 +233,11 @@ def multiply_block(dtype, args, block, scratch, next_block):
         args.width,
         storage_itemsize(dtype) * args.num_rows,
     )
+    tile_size = min(tokens, GEMV_TILE_SIZE)
     row_bytes, token_stride, tail = (
         storage_itemsize(dtype) * width,
-        2 * CACHE_LINE_BYTES * tokens,
-        scratch + 4 * (width // GEMV_STEP * GEMV_STEP) * tokens,
+        2 * CACHE_LINE_BYTES * tile_size,
+        scratch + 4 * (width // GEMV_STEP * GEMV_STEP) * tile_size,
     )
     for n in range(0, rows, GEMV_TILE_SIZE):
         rows_w, to, prefetch_address = (
@@ -253,9 +251,10 @@ def multiply_block(dtype, args, block, scratch, next_block):
             dot_4_rows_1_token(dtype, rows_w, scratch, to, (width, token_stride), prefetch_address)
             continue
         for m in range(0, tokens, GEMV_TILE_SIZE):
+            tile, rest = 4 * width * m, tokens - m
             x = (
-                advance_addresses(four_offsets(m, tokens, 2 * CACHE_LINE_BYTES), scratch),
-                advance_addresses(four_offsets(m, tokens, CACHE_LINE_BYTES), tail),
+                advance_addresses(four_offsets(0, rest, 2 * CACHE_LINE_BYTES), scratch + tile),
+                advance_addresses(four_offsets(0, rest, CACHE_LINE_BYTES), tail + tile),
             )
             dot_4_rows_4_tokens(
                 dtype, rows_w, x, to, (width, token_stride, four_offsets(m, tokens, step)), prefetch_address

@@ -1,4 +1,4 @@
-"""Operations on a few tokens: matrix-vector products (GEMV), RMSNorm, rotary embedding, SwiGLU and scaling.
+"""Operations on a few tokens: matrix products (GEMV), RMSNorm, rotary embedding, SwiGLU and scaling.
 
 `multiply_small_batch(x, [W1, W2, ...])` equals `torch.cat([x @ W.T for W in (W1, W2, ...)], 1)`, with float32 sums:
 
@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..machine.capabilities import this_machine
 from ..machine.takeover_points import takeover_size
 from . import launch
 from .autograd_guards import can_skip_dispatcher
@@ -57,6 +59,7 @@ GEMV_KERNELS = KernelSet("small_batch_kernels", GEMV_DTYPES, gemv=("run_gemv", G
 # --- The operation `headwise::small_batch_matmul` --------------------------------------------------------------------
 
 BLOCKS_PER_THREAD, MAX_BLOCK_BYTES = 2, 2**19  # minimum number of blocks per thread; maximum bytes of a block
+ASSUMED_L2_BYTES = 2**20
 
 
 def multiply_small_batch(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
@@ -79,13 +82,34 @@ def _small_batch_matmul_op(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
 
 
 def _launch_gemv(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    x_MK, (num_tokens, width) = x_MK.contiguous(), x_MK.shape
+    x_MK = x_MK.contiguous()
+    y = x_MK.new_empty(x_MK.shape[0], sum([matrix.shape[0] for matrix in matrices]))
+    count = _tokens_per_pass(x_MK.shape[1])
+    if x_MK.shape[0] <= count:
+        _run_gemv(x_MK, matrices, y)
+        return y
+    for first in range(0, x_MK.shape[0], count):
+        _run_gemv(x_MK[first : first + count], matrices, y[first : first + count])
+    return y
+
+
+@cache
+def _tokens_per_pass(width: int) -> int:
+    """Return how many tokens are multiplied at a time: packed in float32, they fill half of the second-level cache."""
+    size = this_machine().cache_bytes(2) or ASSUMED_L2_BYTES
+    return max(1, size // 2 // (4 * width * GEMV_TILE_SIZE)) * GEMV_TILE_SIZE
+
+
+def _run_gemv(x_MK: Tensor, matrices: Sequence[Tensor], y: Tensor) -> None:
+    """Write the products of contiguous tokens to `y`."""
+    num_tokens, width = x_MK.shape
     table = matrix_table(matrices)
-    num_rows, scratch_bytes, threads = sum(table[1::2]), 4 * num_tokens * width, launch.max_threads()
+    tile_size = min(num_tokens, GEMV_TILE_SIZE)
+    num_rows, threads = sum(table[1::2]), launch.max_threads()
+    scratch_bytes = 4 * width * (-(-num_tokens // tile_size) * tile_size)
     rows_per_block = _rows_per_block(num_rows, width * x_MK.itemsize, threads)
     num_blocks = sum([-(-num_rows_of_matrix // rows_per_block) for num_rows_of_matrix in table[1::2]])
     threads = min(num_blocks, threads)
-    y = x_MK.new_empty(num_tokens, num_rows)
     args = GemvArgs.make(
         num_items=num_blocks,
         scratch=torch.empty(threads * scratch_bytes, dtype=torch.uint8),
@@ -100,7 +124,6 @@ def _launch_gemv(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     )
     args.tensors += matrices
     GEMV_KERNELS.run("gemv", x_MK.dtype, args, threads)
-    return y
 
 
 def _rows_per_block(num_rows: int, row_bytes: int, threads: int) -> int:

@@ -97,6 +97,10 @@ class MachineCapabilities:
         highest = max((one.level for one in self.caches), default=0)
         return sum(one.size * one.count for one in self.caches if one.level == highest) or None
 
+    def cache_bytes(self, level: int) -> int | None:
+        """Bytes of one cache of a level, None if the system does not report it."""
+        return next((one.size for one in self.caches if one.level == level), None)
+
     @property
     def data(self) -> dict[str, object]:
         """The capabilities as plain values, ready for JSON."""

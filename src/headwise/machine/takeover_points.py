@@ -42,13 +42,15 @@ FROM_POINTS = {
     "bf16_matmul_gradients": "keys",
     "ragged_float32": "bytes of keys and values",
     "ragged_bfloat16": "bytes of keys and values",
-    "gemv_float32": "bytes of weights",
-    "gemv_bfloat16": "bytes of weights",
+    "gemv_float32": "bytes of weights, for one token",
+    "gemv_bfloat16": "bytes of weights, for one token",
+    "gemm_float32": "bytes of weights, for several tokens",
+    "gemm_bfloat16": "bytes of weights, for several tokens",
     "bf16_training": "parameters",
 }
 UP_TO_POINTS = {
-    "gemv_tokens_float32": "tokens",
-    "gemv_tokens_bfloat16": "tokens",
+    "gemm_tokens_float32": "tokens",
+    "gemm_tokens_bfloat16": "tokens",
     "varlen": "tokens of a packed sequence",
     "elementwise": "numbers",
 }

@@ -1,8 +1,9 @@
-"""Linear layers, by torch or, for a few tokens and large weight matrices, by a GEMV kernel.
+"""Linear layers, by torch or, where it was measured to be faster and no gradient is needed, by headwise's kernel.
 
 With few tokens, as in a decode step, a product takes as long as reading its weights from memory. torch's product
-reaches a third of the memory bandwidth (bfloat16, 2 cores). The kernel reads the weights in their usual layout, so
-nothing has to be repacked when they change.
+reaches a third of the memory bandwidth (bfloat16, 2 cores). With many tokens the kernel wins on processors that
+torch's matrix library was not tuned for (float32 on AMD). It reads the weights in their usual layout, so nothing has
+to be repacked when they change.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from ..kernels.launch import SIMD_WIDTH
 from ..kernels.small_batch_ops import GEMV_DTYPES, GEMV_KERNELS, multiply_small_batch
 from ..machine.takeover_points import takeover_size
 
-# Take-over points: bytes of weights from which, and tokens up to which, the kernel is faster than torch's product.
-GEMV_POINTS = {name: (f"gemv_{label}", f"gemv_tokens_{label}") for name, label in GEMV_DTYPES.items()}
+# Take-over points: bytes of weights from which the kernel is faster than torch's product, for one token and for
+# several, and tokens up to which it is.
+GEMV_POINTS = {name: (f"gemv_{label}", f"gemm_{label}", f"gemm_tokens_{label}") for name, label in GEMV_DTYPES.items()}
 PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)
 
 
@@ -63,13 +65,14 @@ def should_concatenate(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def uses_gemv_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether the GEMV kernel runs this product: few tokens, large weights, and no gradient."""
+    """Whether the kernel runs this product: sizes at which it is faster on this class of machine, and no gradient."""
     if torch.is_grad_enabled() or x.dtype not in GEMV_POINTS:
         return False
-    least_bytes, most_tokens = GEMV_POINTS[x.dtype]
-    if sum([w.numel() for w in weights]) * x.dtype.itemsize < takeover_size(least_bytes):
-        return False
+    one_token, several_tokens, most_tokens = GEMV_POINTS[x.dtype]
     width = x.shape[-1]
+    least_bytes = takeover_size(one_token if x.numel() == width else several_tokens)
+    if sum([w.numel() for w in weights]) * x.dtype.itemsize < least_bytes:
+        return False
     return (
         0 < x.numel() <= takeover_size(most_tokens) * width
         and x.device.type == "cpu"
