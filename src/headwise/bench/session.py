@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..costs.roofline import accelerator_type, synchronize_device, time_run
+from ..costs.roofline import accelerator_type, multiply_matrices, synchronize_device, time_run
 from ..errors import SpecError
 from ..files import FolderLock
 from ..machine.capabilities import MachineCapabilities, read_caches, this_machine
@@ -81,7 +81,7 @@ class MachineLimits:
         if work is not None and work.bytes_read:
             runs[READ_RUN] = self._buffer().sum
         if work is not None and work.flops:
-            runs[MATMUL_RUN] = partial(torch.mm, *self._matrices(work.dtype))
+            runs[MATMUL_RUN] = partial(multiply_matrices, *self._matrices(work.dtype))
         return runs
 
     def bound(self, work: RequiredWork, samples: Mapping[str, TimingSamples]) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class MachineLimits:
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             a, b = self._matrices(dtype)
             rates[f"{name}_flops_per_second"] = self.flops_per_product / time_run(
-                partial(torch.mm, a, b), HEADER_SECONDS
+                partial(multiply_matrices, a, b), HEADER_SECONDS
             )
         return rates
 
