@@ -27,6 +27,7 @@ from headwise.machine.takeover_points import NEVER, POINT_NAMES, UP_TO_POINTS, p
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty home folder, and points that are read from it."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HEADWISE_MACHINE_CLASS")
     monkeypatch.setattr(takeover_points, "_CURRENT", takeover_points._CurrentPoints())
     monkeypatch.setattr(calibration.os, "getloadavg", lambda: (0.5, 0.5, 0.5))

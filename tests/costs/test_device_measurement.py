@@ -22,6 +22,7 @@ from headwise.costs.roofline import Device, NumberFormats
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home of its own, nothing known, and measurements that take no time."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(roofline, "_MEASURED_DEVICES", {})
     monkeypatch.setattr(roofline, "MEASURE_SECONDS", 0.002)
     monkeypatch.setattr(roofline, "MATRIX_SIZES", (16, 64))

@@ -16,7 +16,13 @@ import headwise as hw
 from headwise.backends import BACKENDS, CallSignature, make_dispatch
 from headwise.kernels import small_batch_ops
 from headwise.machine import calibration_file, takeover_points
-from headwise.machine.calibration_file import Calibration, calibration_path, installed_versions, read_calibration
+from headwise.machine.calibration_file import (
+    Calibration,
+    calibration_path,
+    installed_versions,
+    read_calibration,
+    user_cache_folder,
+)
 from headwise.machine.capabilities import MACHINE_CLASSES, MachineCapabilities, this_machine
 from headwise.machine.takeover_points import (
     FROM_POINTS,
@@ -216,6 +222,7 @@ def test_a_class_can_be_chosen_by_name(monkeypatch: pytest.MonkeyPatch):
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty home folder, and no class chosen by name."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HEADWISE_MACHINE_CLASS")
     return tmp_path
 
@@ -305,6 +312,14 @@ def test_points_follow_the_number_of_threads(home: Path, monkeypatch: pytest.Mon
         assert takeover_size("flash_cpu") == 7
     finally:
         torch.set_num_threads(threads)
+
+
+def test_the_cache_folder_is_that_of_the_desktop(home: Path, monkeypatch: pytest.MonkeyPatch):
+    assert user_cache_folder() == home / ".cache" / "headwise"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "elsewhere"))
+    assert user_cache_folder() == calibration_path(2).parent == home / "elsewhere" / "headwise"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # to be ignored, says the specification of these folders
+    assert user_cache_folder() == home / ".cache" / "headwise"
 
 
 def test_without_a_home_folder_the_table_applies(monkeypatch: pytest.MonkeyPatch):

@@ -24,6 +24,7 @@ from ..errors import SpecError, suggest
 from ..files import write_atomically
 from ..interfaces.core_types import CallSize
 from ..kernels.compilation import compile_when_called
+from ..machine.calibration_file import user_cache_folder
 from ..machine.capabilities import this_machine
 from ..model_spec import WEIGHT_FORMATS, ModelSpec
 from ..ops.linear import linear
@@ -239,7 +240,7 @@ def _machine_name() -> str:
 
 
 def _measurement_path(machine: str) -> Path:
-    return Path.home() / ".cache" / "headwise" / f"machine-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
+    return user_cache_folder() / f"machine-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
 
 
 def _read_measurement(machine: str) -> DeviceMeasurement | None:

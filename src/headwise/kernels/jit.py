@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from numba.core.ccallback import CFunc
 from numba.core.datamodel import models
 from numba.core.imputils import lower_getattr_generic
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
-from numba.misc.appdirs import AppDirs
 
+from ..machine.calibration_file import user_cache_folder
 from .compilation import STATE
 from .kernel_args import WORD_BYTES, KernelArgs
 from .memory_guard import DEBUG_KERNELS
@@ -154,7 +155,8 @@ def _cache_folders() -> Iterator[Path]:
     """Yield the folders that may hold compiled kernels: the user's, then one that lasts as long as this process."""
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         yield Path(chosen)
-    yield Path(AppDirs("headwise", appauthor=False).user_cache_dir)
+    with suppress(RuntimeError):  # no home folder
+        yield user_cache_folder()
     temporary = STATE.temporary_folder()
     if temporary is not None:
         yield Path(temporary)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -59,9 +60,18 @@ def installed_versions() -> str:
     return f"headwise {own}, torch {torch.__version__}"
 
 
+def user_cache_folder() -> Path:
+    """The folder of measurements and compiled kernels, which headwise can make again.
+
+    It is `headwise` in $XDG_CACHE_HOME, or in ~/.cache. RuntimeError without a home folder.
+    """
+    chosen = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(chosen) if os.path.isabs(chosen) else Path.home() / ".cache") / "headwise"
+
+
 def calibration_path(threads: int) -> Path:
     """The file of a number of threads; RuntimeError without a home folder."""
-    return Path.home() / ".cache" / "headwise" / f"calibration-{threads}-thread{'s' if threads > 1 else ''}.json"
+    return user_cache_folder() / f"calibration-{threads}-thread{'s' if threads > 1 else ''}.json"
 
 
 def read_calibration(machine: MachineCapabilities, threads: int) -> tuple[Calibration | None, str]:
