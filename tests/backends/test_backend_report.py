@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from types import ModuleType
 
@@ -190,6 +191,18 @@ def test_the_report_repeats_a_given_length():
     assert why(spec, tokens=7).data["keys"] == 7
     assert why(spec, tokens=1).call.tokens == why(spec, tokens="1").call.tokens == "one"
     assert why(spec, tokens=7, device="cuda").backend == "block_sparse"  # not measured there
+
+
+def test_a_report_without_a_length_starts_each_answer_with_the_lengths_of_the_backend():
+    spec, least = hw.design(model=12, heads=3, **LONG["routed"]), takeover.least("routed")
+    ranges = why(spec).call.length_ranges
+    assert [name for _, name in ranges] == ["sdpa", "flash_cpu", "routed"]
+    middle = ranges[1][0]
+    rows = dict(re.findall(r"^  (\w+) +(\S.*)$", str(why(spec)), re.MULTILINE))
+    assert rows["routed"] == f"runs calls of {least:,} or more keys"
+    assert rows["flash_cpu"] == f"runs calls of {middle:,} to {least - 1:,} keys"
+    assert rows["sdpa"] == f"runs calls of up to {middle - 1:,} keys"
+    assert rows["dense"] == "supports this call; never preferred"
 
 
 @pytest.mark.parametrize("context", [300, 500])

@@ -119,9 +119,8 @@ class BackendReport:
         width = max(map(len, self.unsupported))
         lines = [*textwrap.wrap(_title(self.call), WIDTH), "", f"  {'backend'.ljust(width)}  answer"]
         for name, reasons in self.unsupported.items():
-            answer = "runs this call" if name == self.backend else f"supports this call; {self.backend} is preferred"
-            text = "; ".join([f"no: {reason}" if not n else reason for n, reason in enumerate(reasons)])
-            lines += _table_row(name, width, text or "; ".join([answer, *self.call.notes[name]]))
+            text = f"no: {'; '.join(reasons)}" if reasons else "; ".join([_answer(self.call, name), *self.call.notes[name]])
+            lines += _table_row(name, width, text)
         lines += ["", *_summary(self.call)]
         if self.call.signature.is_packed:
             lines += textwrap.wrap(_packed_note(self.call), WIDTH)
@@ -224,6 +223,23 @@ def _packed_note(report: CallReport) -> str:
         f"Packed sequences run apart: {kernel}in groups of similar "
         f"length, each on the backend of its length (up to {MAX_DENSE_LENGTH} tokens on the CPU: dense)."
     )
+
+
+def _answer(report: CallReport, name: str) -> str:
+    """Which calls a backend that supports the call runs: all, those of some lengths, or none."""
+    if report.size is not None or len(report.length_ranges) < 2:
+        return "runs this call" if name == report.backend else f"supports this call; {report.backend} is preferred"
+    starts = [least for least, _ in report.length_ranges]
+    ranges = zip(report.length_ranges, [*starts[1:], None], strict=True)
+    lengths = [_length_range(least, end) for (least, runs), end in ranges if runs == name]
+    return f"runs calls of {' and '.join(lengths)} keys" if lengths else "supports this call; never preferred"
+
+
+def _length_range(least: int, end: int | None) -> str:
+    """Numbers of keys from `least` to `end` without it, as text."""
+    if end is None:
+        return f"{least:,} or more"
+    return f"{least:,} to {end - 1:,}" if least else f"up to {end - 1:,}"
 
 
 def _summary(report: CallReport) -> list[str]:
