@@ -119,7 +119,11 @@ class BackendReport:
         width = max(map(len, self.unsupported))
         lines = [*textwrap.wrap(_title(self.call), WIDTH), "", f"  {'backend'.ljust(width)}  answer"]
         for name, reasons in self.unsupported.items():
-            text = f"no: {'; '.join(reasons)}" if reasons else "; ".join([_answer(self.call, name), *self.call.notes[name]])
+            text = (
+                f"no: {'; '.join(reasons)}"
+                if reasons
+                else "; ".join([_answer(self.call, name), *self.call.notes[name]])
+            )
             lines += _table_row(name, width, text)
         lines += ["", *_summary(self.call)]
         if self.call.signature.is_packed:

@@ -72,7 +72,7 @@ class CoreDispatch:
     It holds names and not modules, so that a layer which keeps one can be copied and pickled.
     """
 
-    call: CallSignature
+    signature: CallSignature
     backend_names: tuple[str, ...]
     is_named_by_caller: bool = False
 
@@ -81,22 +81,22 @@ class CoreDispatch:
     ) -> Tensor:
         """Per-head outputs o_BTHV, computed by the backend that `select` names."""
         backend = BACKENDS[self.select(attention_mask, inputs)]
-        outputs: Tensor = backend.attend(self.call, attention_mask, inputs, steps, probe)
+        outputs: Tensor = backend.attend(self.signature, attention_mask, inputs, steps, probe)
         return outputs
 
     def select(self, attention_mask: AttentionMask, inputs: CoreInputs) -> str:
         """The name of the backend that runs these tensors."""
         batch, queries, keys = *inputs.q.shape[:2], attention_mask.keys.count
-        if not (batch and queries and keys) and not dense.unsupported_reasons(self.call):
+        if not (batch and queries and keys) and not dense.unsupported_reasons(self.signature):
             return "dense"  # nothing is computed, and the kernels need not know such calls
         size = self._decisive_size(CallSize(batch, queries, 0, keys))
-        shape = "any" if size is LONGEST else "" if self.call.single_query else attention_mask.shape
+        shape = "any" if size is LONGEST else "" if self.signature.single_query else attention_mask.shape
         conflicts: dict[str, list[str]] = {}
         for name in self.backend_names:
             backend = BACKENDS[name]
-            if not self.is_named_by_caller and backend.slower_reasons(self.call, size, shape):
+            if not self.is_named_by_caller and backend.slower_reasons(self.signature, size, shape):
                 continue
-            if not (reasons := backend.tensor_conflicts(self.call, attention_mask, inputs)):
+            if not (reasons := backend.tensor_conflicts(self.signature, attention_mask, inputs)):
                 return name
             conflicts[name] = reasons
         raise NoBackend(_refusal(conflicts, self.is_named_by_caller))
@@ -106,13 +106,13 @@ class CoreDispatch:
         if self.is_named_by_caller:
             return self.backend_names[0]
         size = self._decisive_size(size)
-        shape = "any" if size is LONGEST else contiguous_mask_shape(self.call, size)
-        fitting = (n for n in self.backend_names if not BACKENDS[n].slower_reasons(self.call, size, shape))
+        shape = "any" if size is LONGEST else contiguous_mask_shape(self.signature, size)
+        fitting = (n for n in self.backend_names if not BACKENDS[n].slower_reasons(self.signature, size, shape))
         return next(fitting, self.backend_names[-1])
 
     def _decisive_size(self, size: CallSize) -> CallSize:
         # A compiled graph serves every length, so a choice by length would recompile it for each.
-        return LONGEST if self.call.is_compiling or self.is_named_by_caller else size
+        return LONGEST if self.signature.is_compiling or self.is_named_by_caller else size
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,11 @@ class PackedDispatch:
         for (queries, keys), group in zip(plan.groups, varlen.group_inputs(plan, inputs, steps), strict=True):
             group_mask = AttentionMask(queries, keys, attention_mask.pattern)
             backend = BACKENDS[self._select_for_group(group_mask, group)]
-            outputs.append(backend.attend(self.groups.call, group_mask, group, steps, None))
+            outputs.append(backend.attend(self.groups.signature, group_mask, group, steps, None))
         return plan.queries.scatter_groups(outputs).unflatten(0, inputs.q.shape[:2])
 
     def _uses_kernel(self, attention_mask: AttentionMask, dtype: torch.dtype) -> bool:
-        if self.groups.is_named_by_caller or not varlen.supports_kernel(self.groups.call):
+        if self.groups.is_named_by_caller or not varlen.supports_kernel(self.groups.signature):
             return False
         if varlen.kernel_plan(attention_mask).longest > takeover_size("varlen"):
             return False
@@ -147,7 +147,7 @@ class PackedDispatch:
     def _select_for_group(self, group_mask: AttentionMask, group: CoreInputs) -> str:
         name = self.groups.select(group_mask, group)
         longest = max(group_mask.queries.count, group_mask.keys.count)
-        short = longest <= MAX_DENSE_LENGTH and self.groups.call.device == "cpu"
+        short = longest <= MAX_DENSE_LENGTH and self.groups.signature.device == "cpu"
         return "dense" if short and name in SINGLE_CALL_BACKENDS and not self.groups.is_named_by_caller else name
 
 

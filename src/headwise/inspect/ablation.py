@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention_sites import find_attention
-from .hooks import AttentionCall, SiteModule, hook_sites
+from .hooks import ObservedCall, SiteModule, hook_sites
 from .site import Site, Sites
 
 MAX_SEED = 2**31
@@ -29,7 +29,7 @@ class HeadCall(NamedTuple):
     head: int
     output: Tensor
     token_mask: Tensor | None
-    call: AttentionCall | None
+    call: ObservedCall | None
 
     @property
     def patched_vectors(self) -> Tensor:
@@ -256,9 +256,9 @@ class OutputEditor:
         self.site, self.tokens = site, tokens
         self.needs_call = any(patch.needs_call for patch in patches.values())
         self.patch_functions = {head: patch.make_function(site, head) for head, patch in patches.items()}
-        self._call: AttentionCall | None = None
+        self._call: ObservedCall | None = None
 
-    def on_call(self, call: AttentionCall) -> None:
+    def on_call(self, call: ObservedCall) -> None:
         """Keep the inputs of the attention for patches that need them."""
         self._call = call
 

@@ -179,8 +179,11 @@ def _to_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-class AttentionCall(Protocol):
-    """Interface to the inputs of one attention call. Valid only during the call, because caches overwrite tensors."""
+class ObservedCall(Protocol):
+    """Interface to the inputs and weights of one attention call of any model, which `AttentionHook.on_call` receives.
+
+    It is valid only during the call, because caches overwrite tensors.
+    """
 
     def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         """Attention weights of all heads for a range of queries, [B, H, T, S]. `keys` must include all allowed keys."""
@@ -218,7 +221,7 @@ class AttentionHook(Protocol):
 
     needs_call: bool
 
-    def on_call(self, call: AttentionCall, /) -> None:
+    def on_call(self, call: ObservedCall, /) -> None:
         """Observe the inputs of the attention."""
         ...
 
@@ -422,7 +425,7 @@ class SiteHook:
         }
         self.needs_call = any(observer.needs_call for observer in self.hook_of_call.values())
 
-    def on_call(self, call: AttentionCall) -> None:
+    def on_call(self, call: ObservedCall) -> None:
         """Pass the inputs to the observer of the current depth."""
         observer = self.hook_of_call.get(self._call_index())
         if observer is not None and observer.needs_call:

@@ -37,7 +37,7 @@ from ..interfaces.core_types import PartParams, Probe, QueryContext
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from ..spec.attention_spec import AttentionSpec
 from . import call_validation
-from .attention_call import AttentionArguments, AttentionCall, CallPlanner, LayerState
+from .attention_call import AttentionArguments, CallPlanner, LayerState, PlannedCall
 from .bound_parts import BoundParts, StepObserver
 from .parallel_context import HasParallelContext
 from .part_weights import NO_SHARED, PartWeights, check_shared, shared_within
@@ -134,7 +134,7 @@ class Attention(HasParallelContext, nn.Module):
         o_BTOV = plan.project.project_heads(o_BTRV, parts.score_head_of_row, self.weights["project"])
         return probe("heads", parts.finish_outputs(o_BTOV, x_BTD, gates)), gates
 
-    def project_queries_and_kv(self, x_BTD: Tensor, call: AttentionCall) -> tuple[Tensor, KVEntry, SequenceInfo]:
+    def project_queries_and_kv(self, x_BTD: Tensor, call: PlannedCall) -> tuple[Tensor, KVEntry, SequenceInfo]:
         """Queries of x, and what they attend to with its positions: x and the cached tokens, or the source."""
         project, transforms = call.plan.project, self.parts.qk_transforms(call.sequence.position)
         if call.source is None:
@@ -144,7 +144,7 @@ class Attention(HasParallelContext, nn.Module):
         source = self.project_source(call.source) if isinstance(call.source, Tensor) else call.source
         return q_BTHK, source.entry, source.sequence
 
-    def extend_kv(self, kv_entry: KVEntry, call: AttentionCall) -> tuple[KVEntry, SequenceInfo]:
+    def extend_kv(self, kv_entry: KVEntry, call: PlannedCall) -> tuple[KVEntry, SequenceInfo]:
         """The kv entries that queries attend to, with positions: of new tokens, of other ranks, and from the cache."""
         kv_entry, sequence = self.parallel.gather_tokens(kv_entry, call.sequence)
         if call.cache is None:
@@ -152,7 +152,7 @@ class Attention(HasParallelContext, nn.Module):
         extend = call.cache.extend_in_place if call.plan.reads_cache_in_place else call.cache.extend
         return extend(kv_entry, sequence)
 
-    def attend(self, call: AttentionCall, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
+    def attend(self, call: PlannedCall, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
         """The core, o [B, T, rows of weights, vdim], on the backend that `plan.dispatch` selects for these tensors."""
         return call.plan.dispatch.attend(attention_mask, inputs, self.parts.core_steps, call.probe)
 
@@ -219,11 +219,11 @@ class Attention(HasParallelContext, nn.Module):
         weight = self.weights["project"].first_parameter
         return LayerState(weight, self.backend_name, self.training, self.parallel.num_token_shards)
 
-    def _update_recurrent_state(self, call: AttentionCall, inputs: CoreInputs, sequence: SequenceInfo) -> None:
+    def _update_recurrent_state(self, call: PlannedCall, inputs: CoreInputs, sequence: SequenceInfo) -> None:
         """Keep the state after these tokens, if the cache holds a state instead of keys and values."""
         if not isinstance(call.cache, RecurrentStateCache):
             return
         assert self.core_steps.recurrent_part is not None
         part, p = self.core_steps.recurrent_part
-        values = backends.values_per_row(inputs, call.plan.call)
+        values = backends.values_per_row(inputs, call.plan.signature)
         call.cache.set_state(part.update_state(inputs.state, *values, sequence.is_real, p))

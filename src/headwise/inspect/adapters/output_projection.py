@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ...masking.patterns import Blocks, Causal, Window
 from ..hooks import (
-    AttentionCall,
     AttentionHook,
     HeadValues,
+    ObservedCall,
     SiteAdapter,
     SiteModule,
     WeightsOnlyCall,
@@ -411,7 +411,7 @@ class UnreadableCall:
         raise ValueError(f"cannot observe its weights: {self.reason}; {BY_A_RUN}")
 
 
-def _send_call(hooks: list[AttentionHook], call: AttentionCall) -> None:
+def _send_call(hooks: list[AttentionHook], call: ObservedCall) -> None:
     for hook in hooks:
         hook.on_call(call)
 
