@@ -75,19 +75,19 @@ def test_every_page_fits_a_terminal(name: str):
 def test_wanting_weights_needs_a_backend_that_shows_them():
     reasons = why(hw.design(model=12, heads=3), want="weights")
     assert reasons.backend == "dense"
-    assert all("weights" in " ".join(reasons) for name, reasons in reasons.unsupported.items() if name != "dense")
+    assert all("weights" in " ".join(reasons) for name, reasons in reasons.reasons_against.items() if name != "dense")
 
 
 def test_two_parts_of_a_kind_give_one_reason():
     reasons = why(hw.design(preset="talking", model=12, heads=3))
-    assert all(len(reasons) == len(set(reasons)) for reasons in reasons.unsupported.values())
-    assert sum("TalkingHeads" in reason for reason in reasons.unsupported["sdpa"]) == 1
+    assert all(len(reasons) == len(set(reasons)) for reasons in reasons.reasons_against.values())
+    assert sum("TalkingHeads" in reason for reason in reasons.reasons_against["sdpa"]) == 1
 
 
 def test_another_device_needs_none_here():
     small = why(hw.design(model=12, heads=3), device="cuda:1", dtype="bf16")
     assert small.call.signature.device == "cuda"
-    assert any("16 channels" in reason for reason in small.unsupported["flex"])
+    assert any("16 channels" in reason for reason in small.reasons_against["flex"])
 
 
 def test_states_of_a_call_change_the_answer():
@@ -138,7 +138,7 @@ def test_a_backend_leaves_calls_to_others_that_it_was_measured_to_be_slower_for(
     assert ran == [why(spec, tokens=count).backend for count in (least, least - 1, least, 2)]
     assert ran[0] == ran[2] == name
     assert name not in (ran[1], ran[3])
-    [reason] = why(spec, tokens=least - 1).unsupported[name]
+    [reason] = why(spec, tokens=least - 1).reasons_against[name]
     assert f"below {least:,} keys; this call has {least - 1:,}" in reason
     assert why(spec, tokens=least).backend == why(spec).backend == name
 

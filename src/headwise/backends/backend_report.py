@@ -48,14 +48,14 @@ class CallReport:
     signature: CallSignature
     size: CallSize | None  # None where the caller gave no length
     form: str  # the form of the project that runs, where it is not the spec's own
-    unsupported: dict[str, list[str]]  # why a backend does not run the call: a limit, or another is faster at this size
+    reasons_against: dict[str, list[str]]  # why a backend does not run the call: a limit, or another is faster
     length_ranges: list[tuple[int, str]]  # (least tokens of a row, backend that runs it from there on)
     notes: dict[str, list[str]]  # what a backend that supports the call does with it beyond the usual
 
     @property
     def backend(self) -> str | None:
         """The backend that runs the call: the first without a reason against it."""
-        return next((name for name, reasons in self.unsupported.items() if not reasons), None)
+        return next((name for name, reasons in self.reasons_against.items() if not reasons), None)
 
     @property
     def data(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class CallReport:
             "from": [{"keys": least, "runs": name} for least, name in self.length_ranges],
             "backends": [
                 {"name": name, "refuses": reasons, "notes": self.notes[name]}
-                for name, reasons in self.unsupported.items()
+                for name, reasons in self.reasons_against.items()
             ],
         }
 
@@ -101,9 +101,9 @@ class BackendReport:
         return self.call.backend
 
     @property
-    def unsupported(self) -> dict[str, list[str]]:
+    def reasons_against(self) -> dict[str, list[str]]:
         """The reasons against every backend for the call in question, in order of preference."""
-        return self.call.unsupported
+        return self.call.reasons_against
 
     @property
     def data(self) -> dict[str, Any]:
@@ -116,9 +116,9 @@ class BackendReport:
         return json.dumps(self.data, indent=2)
 
     def __str__(self) -> str:
-        width = max(map(len, self.unsupported))
+        width = max(map(len, self.reasons_against))
         lines = [*textwrap.wrap(_title(self.call), WIDTH), "", f"  {'backend'.ljust(width)}  answer"]
-        for name, reasons in self.unsupported.items():
+        for name, reasons in self.reasons_against.items():
             text = (
                 f"no: {'; '.join(reasons)}"
                 if reasons
@@ -153,7 +153,7 @@ def why(
 
     >>> import headwise as hw
     >>> reasons = why(hw.design(model=512, heads=8, pattern="causal"), want=["weights"])
-    >>> reasons.backend, reasons.unsupported["sdpa"]
+    >>> reasons.backend, reasons.reasons_against["sdpa"]
     ('dense', ['cannot show weights'])
     """
     if not isinstance(spec, AttentionSpec):
