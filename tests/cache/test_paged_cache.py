@@ -51,29 +51,29 @@ def test_pages_without_a_name_are_handed_out_first_then_the_longest_free():
 
 
 @pytest.mark.parametrize("page", [1, 3, 4])
-@pytest.mark.parametrize("memory", [(0, 1), (0, 5), (2, 5), (7, 1), (1, 12), (0, None)])
-def test_pages_read_are_those_of_tokens_read(memory: tuple[int, int | None], page: int):
+@pytest.mark.parametrize("retention", [(0, 1), (0, 5), (2, 5), (7, 1), (1, 12), (0, None)])
+def test_pages_read_are_those_of_tokens_read(retention: tuple[int, int | None], page: int):
     """Token by token: j is read behind n tokens if j is one of the first, or n - j < last."""
-    keep = RetentionGroup(*memory, page)
+    group = RetentionGroup(*retention, page)
     for n in range(40):
-        last = n + 1 if keep.last is None else keep.last
-        read = {j // page for j in range(n) if j < keep.first or n - j < last}
-        assert read <= set(keep.visible_pages(n)) <= read | {n // page}, (
+        last = n + 1 if group.last is None else group.last
+        read = {j // page for j in range(n) if j < group.first or n - j < last}
+        assert read <= set(group.visible_pages(n)) <= read | {n // page}, (
             n
         )  # the next token goes on in a page that is not full
         for chunk in (1, 3, 8):
             most = max(
-                len(set(keep.visible_pages(start)) | set(range(start // page, -(-min(start + chunk, n) // page))))
+                len(set(group.visible_pages(start)) | set(range(start // page, -(-min(start + chunk, n) // page))))
                 for start in range(n + 1)
             )
-            assert most <= keep.max_pages(n, chunk) <= -(-n // page) or n == 0
+            assert most <= group.max_pages(n, chunk) <= -(-n // page) or n == 0
 
 
 def test_a_row_needs_the_slots_that_are_counted():
-    for memory in [(0, 9), (3, 17), (0, None), (20, 5)]:
+    for retention in [(0, 9), (3, 17), (0, None), (20, 5)]:
         for length in (1, 16, 17, 100):
-            slots = CacheAllocator.from_text("paged(4)").num_slots(KeyRetention(*memory), length)
-            assert RetentionGroup(*memory, 4).max_pages(length, chunk=1) * 4 == slots
+            slots = CacheAllocator.from_text("paged(4)").num_slots(KeyRetention(*retention), length)
+            assert RetentionGroup(*retention, 4).max_pages(length, chunk=1) * 4 == slots
 
 
 class Books(RuleBasedStateMachine):
@@ -143,8 +143,8 @@ class Books(RuleBasedStateMachine):
     @invariant()
     def nobody_writes_where_another_reads(self) -> None:
         for row, _ in self.rows:
-            for keep, table in zip(self.PAGING.groups, row.tables, strict=True):
-                assert set(keep.visible_pages(row.length)) <= set(table), "a page that is still read was given back"
+            for group, table in zip(self.PAGING.groups, row.tables, strict=True):
+                assert set(group.visible_pages(row.length)) <= set(table), "a page that is still read was given back"
 
     def teardown(self) -> None:
         for row, _ in self.rows:
@@ -160,7 +160,7 @@ def test_reserved_pages_are_never_exceeded():
     """Whatever rows are let in by what is pledged, each comes to its end; and many that begin alike fit at once."""
     paging = PageLayout((RetentionGroup(0, None, 2), RetentionGroup(1, 5, 4)), (), 0, 2)
     book, length, ids = BlockTables(paging, 23), 14, [1, 0, 1, 1] * 4
-    need = tuple(keep.max_pages(length, 3) for keep in paging.groups)
+    need = tuple(group.max_pages(length, 3) for group in paging.groups)
     rows = []
     for _ in range(9):
         row = book.new_sequence(need)

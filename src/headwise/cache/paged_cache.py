@@ -56,7 +56,7 @@ class RowPages:
     Index tensors are computed on first use and reused by all layers of the group.
     """
 
-    keep: RetentionGroup
+    group: RetentionGroup
     tables: Sequence[Mapping[int, int]]
     counts: Sequence[int]
     ends: Sequence[int]
@@ -89,24 +89,24 @@ class RowPages:
         return self._indices[key]
 
     def _gather(self) -> GatheredPages:
-        keep, tables, ends, device = self.keep, self.tables, self.ends, self.device
+        page, tables, ends, device = self.group.page, self.tables, self.ends, self.device
         max_pages = max((len(table) for table in tables), default=0)
         pages = self._as_tensor([[*table.values(), *[self.empty] * (max_pages - len(table))] for table in tables])
         common_pages = (
             [*tables[0]] if tables and len(set(ends)) == 1 and all([*t] == [*tables[0]] for t in tables) else None
         )
         if common_pages and common_pages == list(range(common_pages[0], common_pages[0] + max_pages)):
-            start = common_pages[0] * keep.page
+            start = common_pages[0] * page
             sequence = SequenceInfo.contiguous(start, ends[0] - start, device)
             return GatheredPages(pages, sequence.count, sequence)
-        starts = self._as_tensor([[*[n * keep.page for n in t], *[-keep.page] * (max_pages - len(t))] for t in tables])
-        position = (starts[..., None] + torch.arange(keep.page, device=device)).flatten(1)
+        starts = self._as_tensor([[*[n * page for n in t], *[-page] * (max_pages - len(t))] for t in tables])
+        position = (starts[..., None] + torch.arange(page, device=device)).flatten(1)
         is_real = (position >= 0) & (position < self._as_tensor(ends)[:, None])
         return GatheredPages(pages, None, SequenceInfo(position.clamp(min=0), is_real.long() - 1, checked=True))
 
     def _make_spans(self) -> PageSpans:
         """Make the spans of the retained first tokens, if any, and of the latest; a page may hold some of both."""
-        first, last, page = self.keep
+        first, last, page = self.group
         begins = [max(first, end - last) if last is not None else 0 for end in self.ends]
         pieces = [self._span_of_positions(begins, self.ends)]
         if first:
@@ -118,7 +118,7 @@ class RowPages:
 
     def _span_of_positions(self, begins: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return a table [rows, pages, (page, first slot, end slot)] and the first position of each page."""
-        page = self.keep.page
+        page = self.group.page
         ends = [end if count else 0 for end, count in zip(ends, self.counts, strict=True)]
         numbers = [range(begin // page, -(-end // page)) for begin, end in zip(begins, ends, strict=True)]
         max_pages = max((len(indices) for indices in numbers), default=0)
@@ -171,8 +171,8 @@ class PagedBatch:
             numbers.index_fill_(0, torch.tensor(changes.emptied, device=numbers.device), 0)
         for old, new in changes.copied:
             numbers[new] = numbers[old]
-        keeps = enumerate(self.book.keeps)
-        self._accesses = tuple(self._access(group, keep, columns, at) for group, keep in keeps)
+        groups = enumerate(self.book.groups)
+        self._accesses = tuple(self._access(index, group, columns, at) for index, group in groups)
         for row, live in zip(self.rows, columns, strict=True):
             row.length += len(live)
         self.last = self._last()
@@ -221,12 +221,12 @@ class PagedBatch:
             columns.append(live)
         return columns
 
-    def _access(self, group: int, keep: RetentionGroup, columns: list[list[int]], at: SequenceInfo) -> PageAccess:
+    def _access(self, index: int, group: RetentionGroup, columns: list[list[int]], at: SequenceInfo) -> PageAccess:
         """Prepare one group's access; called before row lengths are updated."""
         device = self.numbers.device
         tokens = [(row, n) for row, live in zip(self.rows, columns, strict=True) for n in range(len(live))]
-        page_offsets = [divmod(row.length + n, keep.page) for row, n in tokens]
-        page = [row.tables[group][number] for (row, _), (number, _) in zip(tokens, page_offsets, strict=True)]
+        page_offsets = [divmod(row.length + n, group.page) for row, n in tokens]
+        page = [row.tables[index][number] for (row, _), (number, _) in zip(tokens, page_offsets, strict=True)]
         all_real = all(len(live) == at.count for live in columns)
         live = None if all_real else _index_tensor([(b, t) for b, own in enumerate(columns) for t in own], device)
         page_and_offset = (
@@ -234,13 +234,13 @@ class PagedBatch:
             torch.tensor([offset for _, offset in page_offsets], dtype=torch.int64, device=device),
         )
         past = at.count == 1 or any(row.length for row in self.rows)
-        tables = [row.tables[group] for row in self.rows]
+        tables = [row.tables[index] for row in self.rows]
         counts = [len(live) for live in columns]
         ends = [row.length + count for row, count in zip(self.rows, counts, strict=True)]
         return PageAccess(
             *page_and_offset,
             live,
-            RowPages(keep, tables, counts, ends, self.book.pages.count, device) if past else None,
+            RowPages(group, tables, counts, ends, self.book.pages.count, device) if past else None,
         )
 
 

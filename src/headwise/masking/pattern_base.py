@@ -242,7 +242,7 @@ class BandedPattern(LineCountedPattern):
     @final
     @property
     def retention(self) -> KeyRetention:
-        return largest_retention(*(band.memory for band in self.bands))
+        return largest_retention(*(band.retention for band in self.bands))
 
     @final
     @property

@@ -208,9 +208,9 @@ class KVMemory:
 
     def restart(self, slot: CacheSlot) -> None:
         """Clear a row so that it starts again in the same slot."""
-        need, root = slot.row.reserved_pages, slot.row.namespace
-        self.pool.book.free_sequence(slot.row)
-        slot.row = self.pool.book.new_sequence(need, root)
+        row = slot.row
+        self.pool.book.free_sequence(row)
+        slot.row = self.pool.book.new_sequence(row.reserved_pages, row.namespace)
         self._clear_states(slot)
 
     def max_gathered_pages(self, slot: CacheSlot, count: int) -> int:
