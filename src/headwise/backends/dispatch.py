@@ -79,7 +79,7 @@ class CoreDispatch:
     def attend(
         self, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
     ) -> Tensor:
-        """Per-head outputs o_BTHV, computed by the backend that `select` names."""
+        """Per-head outputs o_BTRV, computed by the backend that `select` names."""
         backend = BACKENDS[self.select(attention_mask, inputs)]
         outputs: Tensor = backend.attend(self.signature, attention_mask, inputs, steps, probe)
         return outputs
@@ -127,7 +127,7 @@ class PackedDispatch:
     def attend(
         self, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
     ) -> Tensor:
-        """Per-head outputs o_BTHV."""
+        """Per-head outputs o_BTRV."""
         if self._uses_kernel(attention_mask, inputs.q.dtype):
             return varlen.attend_by_kernel(attention_mask, inputs)
         plan, outputs = varlen.group_plan(attention_mask), list[Tensor]()

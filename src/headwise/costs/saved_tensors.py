@@ -310,7 +310,7 @@ BytesByStep = dict[str, int]  # bytes by the step that saves them, as symbolic i
 
 
 class SymbolicAxes:
-    """The sizes of a call by letter (B rows, T queries, S source tokens), and those of a spec by the name of the axis."""
+    """The sizes of a call by letter (B rows, T queries, S source tokens), and those of a spec by the axis."""
 
     def __init__(self, spec: AttentionSpec, sizes: CallSizes) -> None:
         source, letter = (sizes.tokens, "T") if spec.source is None else (sizes.source, "S")

@@ -16,8 +16,8 @@
 operations, and the backend that `backends/dispatch.py` selects computes the same result, usually faster. How a call
 runs is decided before any of this, in `attention_call`.
 
-Shapes: B batch, T queries, S keys, H query heads, G key-value heads, O output heads, K and V channels of a head,
-D model width.
+Shapes: B batch, T queries, S keys, H query heads, G key-value heads, R rows of weights, O output heads, K and V
+channels of a key and a value, D model width. H, R and O are equal unless a part mixes or combines heads.
 """
 
 from __future__ import annotations
@@ -131,8 +131,9 @@ class Attention(HasParallelContext, nn.Module):
         self._update_recurrent_state(call, inputs, kv_sequence)
 
         # 9, 10
-        o_BTOV = plan.project.project_heads(o_BTRV, parts.score_head_of_row, self.weights["project"])
-        return probe("heads", parts.finish_outputs(o_BTOV, x_BTD, gates)), gates
+        o_BTRV = plan.project.project_heads(o_BTRV, parts.score_head_of_row, self.weights["project"])
+        o_BTOV = parts.finish_outputs(o_BTRV, x_BTD, gates)
+        return probe("heads", o_BTOV), gates
 
     def project_queries_and_kv(self, x_BTD: Tensor, call: PlannedCall) -> tuple[Tensor, KVEntry, SequenceInfo]:
         """Queries of x, and what they attend to with its positions: x and the cached tokens, or the source."""
@@ -153,7 +154,7 @@ class Attention(HasParallelContext, nn.Module):
         return extend(kv_entry, sequence)
 
     def attend(self, call: PlannedCall, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
-        """The core, o [B, T, rows of weights, vdim], on the backend that `plan.dispatch` selects for these tensors."""
+        """The core, o [B, T, R, vdim], on the backend that `plan.dispatch` selects for these tensors."""
         return call.plan.dispatch.attend(attention_mask, inputs, self.parts.core_steps, call.probe)
 
     def merge_heads(self, o_BTOV: Tensor) -> Tensor:
