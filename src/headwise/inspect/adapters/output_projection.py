@@ -211,8 +211,6 @@ def _derive_head_dim(module: nn.Module, config: Any, q: int) -> int:
     return width // q if q else 0
 
 
-# --- Adapter -------------------------------------------------------------------------------------------
-
 # --- Banded weights of Longformer and LED -----------------------------------------------------------------
 #
 # A row of weights is [global keys, then keys from `half_window` before to `half_window` behind the query]; queries with
