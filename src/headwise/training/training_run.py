@@ -160,8 +160,6 @@ def describe_first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) ->
     return None if difference is None else f"{difference[0]} was {difference[1]}, is now {difference[2]}"
 
 
-# --- Training runs -------------------------------------------------------------------------------------
-
 # --- FLOPs of a step -----------------------------------------------------------------------------------
 
 TRAINING_FLOP_FACTOR = 3  # the backward pass has two matrix products for each one of the forward pass
