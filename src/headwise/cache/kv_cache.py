@@ -124,7 +124,7 @@ class KVCache(ABC):
     def extend(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         """Append these tokens; return the keys and values that their queries attend to, in the layer's own dtype."""
         entry, sequence = _without_empty_slots(*self.append(entry, at))
-        return (self.dequantised(entry) if at.count == 1 else entry), sequence
+        return (self.dequantize(entry) if at.count == 1 else entry), sequence
 
     def extend_in_place(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         """`extend` for backends that read the cache in its storage format."""
@@ -144,7 +144,7 @@ class KVCache(ABC):
         """Format in which keys and values are stored; None for the layer's own dtype."""
         return None
 
-    def dequantised(self, entry: KVEntry) -> KVEntry:
+    def dequantize(self, entry: KVEntry) -> KVEntry:
         """Convert the entry that `append` returned for a single token to the layer's own dtype."""
         return entry
 
@@ -273,27 +273,27 @@ def check_storage_format(spec: AttentionSpec, store: str | None) -> None:
         )
 
 
-def quantise(entry: KVEntry, names: Collection[str]) -> KVEntry:
+def quantize_entry(entry: KVEntry, names: Collection[str]) -> KVEntry:
     """Quantise the named tensors to int8; each head's vector gets a scale of its largest magnitude / 127."""
-    quantised = KVEntry(entry)
+    quantized = KVEntry(entry)
     for name in names:
         exact = entry[name].to(torch.promote_types(entry[name].dtype, torch.float32))
         scale = exact.abs().amax(-1) / INT8_MAX if exact.shape[-1] else exact.sum(-1)
         # A zero vector stays zero; a vector with an infinity or NaN becomes NaN when it is multiplied by its scale.
-        quantised[name] = (exact / scale[..., None]).nan_to_num(0.0).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
-        quantised[name + SCALE_SUFFIX] = scale.to(torch.float32)
-    return quantised
+        quantized[name] = (exact / scale[..., None]).nan_to_num(0.0).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+        quantized[name + SCALE_SUFFIX] = scale.to(torch.float32)
+    return quantized
 
 
-def dequantise(entry: KVEntry, names: Collection[str], dtype: torch.dtype) -> KVEntry:
+def dequantize_entry(entry: KVEntry, names: Collection[str], dtype: torch.dtype) -> KVEntry:
     """Convert quantised tensors back to `dtype` and drop their scales."""
-    unquantised = {
+    unquantized = {
         name: tensor
         for name, tensor in entry.items()
         if not name.endswith(SCALE_SUFFIX) or name[: -len(SCALE_SUFFIX)] not in names
     }
-    return unquantised | {name: _dequantise_tensor(entry[name], entry[name + SCALE_SUFFIX], dtype) for name in names}
+    return unquantized | {name: _dequantize_tensor(entry[name], entry[name + SCALE_SUFFIX], dtype) for name in names}
 
 
-def _dequantise_tensor(quantised: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return (quantised * scale[..., None]).to(dtype)
+def _dequantize_tensor(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (quantized * scale[..., None]).to(dtype)

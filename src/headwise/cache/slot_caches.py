@@ -14,7 +14,7 @@ from ..errors import CacheFull
 from ..masking.patterns import Causal, First, Pattern, Window
 from ..masking.sequence_info import SequenceInfo
 from ..spec.attention_spec import AttentionSpec
-from .kv_cache import FullVisibility, KVCache, KVEntry, dequantise, quantise
+from .kv_cache import FullVisibility, KVCache, KVEntry, dequantize_entry, quantize_entry
 
 
 class StorageFormat(NamedTuple):
@@ -35,7 +35,7 @@ class SlotCache(KVCache):
         self._names = [*spec.project.kv_entry_layouts(spec)] if store else []
         shapes = spec.kv_entry_shapes().items()
         empty_entry = {n: torch.zeros(batch, 0, *s, dtype=dtype, device=device) for n, s in shapes}
-        templates = quantise(empty_entry, self._names)
+        templates = quantize_entry(empty_entry, self._names)
         self.entry: KVEntry = {n: like.new_zeros(batch, slots, *like.shape[2:]) for n, like in templates.items()}
         empty = torch.full((batch, slots), -1, dtype=torch.int64, device=device)
         self.tokens = SequenceInfo(torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True)
@@ -63,8 +63,8 @@ class SlotCache(KVCache):
     def storage_format(self) -> str | None:
         return self._store
 
-    def dequantised(self, entry: KVEntry) -> KVEntry:
-        return dequantise(entry, self._names, self.dtype) if self._names else entry
+    def dequantize(self, entry: KVEntry) -> KVEntry:
+        return dequantize_entry(entry, self._names, self.dtype) if self._names else entry
 
     def select_rows(self, index: Tensor) -> None:
         self._take(index)
@@ -91,7 +91,7 @@ class SlotCache(KVCache):
             self.entry[name][:, first : first + count] = new
 
     def _to_storage(self, entry: KVEntry) -> KVEntry:
-        return quantise(entry, self._names) if self._names else entry
+        return quantize_entry(entry, self._names) if self._names else entry
 
     @abstractmethod
     def _write_pending_positions(self, used: int) -> None:
@@ -125,7 +125,7 @@ class ContiguousCache(SlotCache):
             return entry, at
         if self.uniform:
             self._write_pending_positions(self.used)
-        filled = self.dequantised({name: cached[:, : self._bound] for name, cached in self.entry.items()})
+        filled = self.dequantize({name: cached[:, : self._bound] for name, cached in self.entry.items()})
         position, segment = self.tokens.position[:, : self._bound], self.tokens.segment[:, : self._bound]
         return filled, SequenceInfo(position, segment, 0 if self.uniform else None, checked=True)
 
@@ -180,7 +180,7 @@ class RingCache(SlotCache):
         visible, sequence = entry, at
         if at.count != 1 and not is_first:
             order, start = self._slots_in_order(at)
-            past = self.dequantised({name: cached[:, order] for name, cached in old_entry.items()})
+            past = self.dequantize({name: cached[:, order] for name, cached in old_entry.items()})
             visible = {name: torch.cat([cached, entry[name]], 1) for name, cached in past.items()}
             position, segment = (
                 torch.cat([old[:, order], new.expand(self.batch, -1)], 1)

@@ -1,4 +1,4 @@
-"""Whether a device can hold what a step needs; a device that cannot has no time of the step."""
+"""Whether the memory of a device holds what a step needs; if it does not, no time of the step is estimated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .roofline import Device
 
 @dataclass(frozen=True)
 class MemoryShortfall:
-    """A step that needs more memory than a device has: what it needs it for, the bytes, and the device.
+    """A step that needs more memory than a device has: `contents` names what occupies the `needed_bytes`.
 
     >>> shortfall = MemoryShortfall("decode step", "weights and cache", 300 * 10**9, Device.from_name("h200"))
     >>> shortfall.missing_bytes, shortfall.min_devices
@@ -34,9 +34,9 @@ class MemoryShortfall:
     def __str__(self) -> str:
         memory = format_gigabytes(int(self.device.memory))
         return (
-            f"{self.device.description} cannot hold it, so there is no time of a {self.step}: {self.contents} need "
-            f"{format_gigabytes(self.needed_bytes)}, {format_gigabytes(self.missing_bytes)} more than {memory}; "
-            f"{self.min_devices:,} devices or more would hold it"
+            f"{self.device.description} is too small: {self.contents} need {format_gigabytes(self.needed_bytes)}, "
+            f"{format_gigabytes(self.missing_bytes)} more than its {memory}, so no time is estimated ({self.step}); at "
+            f"least {self.min_devices:,} such devices are needed"
         )
 
 

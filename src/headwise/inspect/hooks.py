@@ -234,7 +234,7 @@ MASK_THRESHOLD = -1e4  # a bias of this or less is treated as a mask
 
 HooksByModule = Mapping[nn.Module, tuple[AttentionHook, ...]]
 NO_HOOKS: HooksByModule = MappingProxyType({})
-_ACTIVE_HOOKS: ContextVar[HooksByModule] = ContextVar("watched", default=NO_HOOKS)
+_ACTIVE_HOOKS: ContextVar[HooksByModule] = ContextVar("active_hooks", default=NO_HOOKS)
 
 
 def get_hooks(module: nn.Module) -> tuple[AttentionHook, ...]:
@@ -452,7 +452,7 @@ class SiteHook:
 
 
 RunningForwards = Mapping[SiteHooks, Counter[nn.Module] | None]
-_RUNNING_FORWARDS: ContextVar[RunningForwards] = ContextVar("forwards", default=MappingProxyType({}))
+_RUNNING_FORWARDS: ContextVar[RunningForwards] = ContextVar("running_forwards", default=MappingProxyType({}))
 _FORWARD_PATCHES: dict[type, MethodPatch] = {}
 
 

@@ -138,21 +138,21 @@ def _full_cache_case(name: str, dtype: torch.dtype, targets: tuple[SpeedTarget, 
 def _int8_case() -> BenchmarkCase:
     """Return the case of an int8 cache; the peer reads bf16, so that results differ by the quantisation error."""
     caches = _DecodeCaches.with_lengths((NUM_TOKENS,), torch.bfloat16)
-    quantised = []
+    quantized = []
     for pair in caches.kv_pairs * 2:
         scales = [t.float().abs().amax(-1) / 127 for t in pair]
         integers = [(t / s[..., None]).round().to(torch.int8) for t, s in zip(pair, scales, strict=True)]
-        quantised.append((*integers, *scales))
+        quantized.append((*integers, *scales))
     order = count()
 
     def ours() -> Tensor:
-        k, v, *scales = (t.transpose(1, 2) for t in quantised[next(order) % len(quantised)])
+        k, v, *scales = (t.transpose(1, 2) for t in quantized[next(order) % len(quantized)])
         return attend_paged(
             caches.q_BHK, k, v, caches.table, scale=HEAD_DIM**-0.5, options=PagedDecodeOptions(None, None, *scales)
         )[0]
 
     runs = _without_grad({"ours": ours, "SDPA, enable_gqa (bf16)": caches.cycle_caches(caches.sdpa_gqa)})
-    reads = sum(t.nbytes for t in quantised[0])
+    reads = sum(t.nbytes for t in quantized[0])
     return BenchmarkCase(
         "decode 8k, int8",
         runs.pop("ours"),

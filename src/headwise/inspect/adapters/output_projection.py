@@ -381,7 +381,7 @@ class TraceSession:
         _send_call(self.observers, call)
 
 
-_TRACE_SESSION: ContextVar[TraceSession | None] = ContextVar("listening", default=None)
+_TRACE_SESSION: ContextVar[TraceSession | None] = ContextVar("trace_session", default=None)
 
 
 class UnreadableCall:
