@@ -66,7 +66,7 @@ class ParallelReport:
         yield ""
         if not cost.fits:
             missing = format_gigabytes(cost.memory_per_device - int(cost.device.memory))
-            fact = f"A device lacks {missing}, so there is no time of a step. Divide the model among more devices."
+            fact = f"A device lacks {missing}, so no time of a step is estimated. Divide the model among more devices."
             yield from textwrap.wrap(fact, TERMINAL_WIDTH)
             return
         step_rows = pluralise(cost.rows_per_micro_batch, "row")
