@@ -12,7 +12,6 @@ from ..errors import SpecError, suggest
 from ..model_spec import ModelSpec
 from ..spec.attention_spec import AttentionSpec
 from . import cache_bytes
-from .device_capacity import MemoryShortfall, find_shortfall
 from .flops import (
     AttentionComponent,
     CostBreakdown,
@@ -25,7 +24,16 @@ from .flops import (
     list_components,
     parameter_terms,
 )
-from .roofline import Device, ExecutionFormats, RooflineOperation, dtype_bytes, list_operations, merge_operations
+from .roofline import (
+    Device,
+    ExecutionFormats,
+    MemoryShortfall,
+    RooflineOperation,
+    dtype_bytes,
+    find_shortfall,
+    list_operations,
+    merge_operations,
+)
 from .symbolic_int import SymbolicInt
 from .training_memory import ActivationSettings, activation_memory
 from .weight_storage import total_weight_bytes

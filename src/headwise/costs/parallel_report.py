@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .cost_report import TERMINAL_WIDTH, format_seconds
-from .device_capacity import format_gigabytes
 from .parallelism import ParallelCost, StepCost
+from .roofline import format_gigabytes
 from .serving_capacity import pluralise
 
 NOTE = (

@@ -33,10 +33,10 @@ from ..models import Transformer, build
 from ..presets import design
 from ..spec.attention_spec import AttentionSpec
 from .autotune import Autotuner
+from .evaluation import check_samples
 from .loss import check_batch, check_model, has_same_vocabulary
 from .recipe import FIELDS_WITHOUT_EFFECT, VALUES_BEFORE_FIELDS, Recipe, rename_old_fields, to_dict
 from .run_history import RecipeChange, find_changes
-from .sample_texts import check_samples
 from .train_step import StepOptions, TrainStep
 from .training_run import TrainingCheckpoint, TrainingRun, derive_worker_seed
 
