@@ -143,13 +143,13 @@ class TensorPlacement(NamedTuple):
 class PageLayout:
     """Layout of a page: the retention groups of the layers, and the location of each layer's tensors by name.
 
-    All pages have `numbers` elements: `page` tokens of the group with the most elements per token. Groups with fewer
+    All pages have `numel` elements: `page` tokens of the group with the most elements per token. Groups with fewer
     elements per token store more tokens in a page.
 
     >>> import headwise as hw
     >>> near, far = (hw.design(model=8, heads=2, pattern=pattern) for pattern in ("window(5)", "causal"))
     >>> paging = PageLayout.for_specs([near, near, far], page=4)
-    >>> paging.groups, paging.numbers  # 2 layers x 16 numbers x 4 tokens
+    >>> paging.groups, paging.numel  # 2 layers x 16 elements x 4 tokens
     ((RetentionGroup(first=0, last=5, page=4), RetentionGroup(first=0, last=None, page=8)), 128)
     >>> paging.layers[1]["v"]
     TensorPlacement(group=0, start=96, heads=2, width=4, shape=(2, 4))
@@ -157,7 +157,7 @@ class PageLayout:
 
     groups: tuple[RetentionGroup, ...]
     layers: tuple[Mapping[str, TensorPlacement], ...]
-    numbers: int
+    numel: int
     page: int
 
     @staticmethod
@@ -166,9 +166,9 @@ class PageLayout:
         check_page(page)
         retentions = list(dict.fromkeys(spec.pattern.retention for spec in specs))
         widths = [sum(_width(spec) for spec in specs if spec.pattern.retention == shared) for shared in retentions]
-        numbers = page * max(widths, default=0)
+        numel = page * max(widths, default=0)
         groups = [
-            RetentionGroup(*retention, numbers // (page * width) * page)
+            RetentionGroup(*retention, numel // (page * width) * page)
             for retention, width in zip(retentions, widths, strict=True)
         ]
         starts = [0] * len(groups)
@@ -180,7 +180,7 @@ class PageLayout:
                 places[name] = TensorPlacement(index, starts[index], heads, prod(shape) // heads, shape)
                 starts[index] += groups[index].page * prod(shape)
             layers.append(places)
-        return PageLayout(tuple(groups), tuple(layers), numbers, page)
+        return PageLayout(tuple(groups), tuple(layers), numel, page)
 
     @property
     def widest(self) -> int:
@@ -226,14 +226,15 @@ class PageChanges(NamedTuple):
 class BlockTables:
     """Block tables of all rows: pages are added as tokens arrive, shared for equal prefixes, and freed when unreadable.
 
-    >>> book = BlockTables(PageLayout((RetentionGroup(0, None, 4),), (), 0, page=4), count=9)
-    >>> one = book.new_sequence()
-    >>> _ = book.append_slots([one], [10])
+    >>> block_tables = BlockTables(PageLayout((RetentionGroup(0, None, 4),), (), 0, page=4), count=9)
+    >>> one = block_tables.new_sequence()
+    >>> _ = block_tables.append_slots([one], [10])
     >>> one.length = 10
-    >>> book.publish_prefix(one, range(10))
-    >>> two = book.new_sequence()
-    >>> book.reuse_prefix(two, book.find_prefix(two, [*range(9), 77]))  # two pages are full; the third is its own
-    >>> two.length, book.pages.num_allocated
+    >>> block_tables.publish_prefix(one, range(10))
+    >>> two = block_tables.new_sequence()
+    >>> length = block_tables.find_prefix(two, [*range(9), 77])  # the third page is not full, so it is not shared
+    >>> block_tables.reuse_prefix(two, length)
+    >>> two.length, block_tables.pages.num_allocated
     (8, 3)
     """
 
@@ -292,10 +293,10 @@ class BlockTables:
             self.pages.release(page)
         row.tables = tuple({} for _ in self.groups)
 
-    def find_prefix(self, row: PagedSequence, ids: Sequence[int], opening: int = 0) -> int:
+    def find_prefix(self, row: PagedSequence, ids: Sequence[int], min_length: int = 0) -> int:
         """Return the length of the longest cached prefix of these ids, in full pages and shorter than all ids.
 
-        A prefix shorter than `opening` counts as 0, because those tokens must be appended together.
+        A prefix shorter than `min_length` counts as 0, because those tokens must be appended together.
         """
         if not self.groups:
             return 0
@@ -305,7 +306,7 @@ class BlockTables:
             if group.last is None:
                 missing = (n for n in range(most // group.page) if self._find(row, index, n) is None)
                 most = next(missing, most // group.page) * group.page // self._unit * self._unit
-        ends = range(most, max(opening, 1) - 1, -self._unit)
+        ends = range(most, max(min_length, 1) - 1, -self._unit)
         return next((end for end in ends if all(p is not None for _, _, p in self._prefix_pages(row, end))), 0)
 
     def reuse_prefix(self, row: PagedSequence, length: int) -> None:
