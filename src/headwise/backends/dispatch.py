@@ -1,6 +1,6 @@
-"""The choice of a backend: the one place that sees a whole call, and the only one that passes a call to a backend.
+"""Chooses the backend that computes the core of a call, and runs it; no other module does either.
 
-A call becomes known in two steps. Its `CallSignature` (spec, dtype, device, gradients, probes) is known before any
+The choice has two steps. Its `CallSignature` (spec, dtype, device, gradients, probes) is known before any
 tensor is computed: `make_dispatch` keeps the backends that support it, and refuses the call if none does. Its sizes and
 its mask are known once queries and keys exist: `CoreDispatch.select` skips backends that cannot run these tensors
 (`tensor_conflicts`) or that were measured to be slower for this size (`slower_reasons`), and the first that remains

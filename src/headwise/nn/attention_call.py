@@ -1,4 +1,4 @@
-"""One call of an attention layer: its arguments, checked and completed, and how it will run."""
+"""Planning of a call of an attention layer: arguments checked and completed, and the backends that may run its core."""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ class LayerState(NamedTuple):
 
 
 class ExecutionPlan(NamedTuple):
-    """How one kind of call runs, and the backends that may run the core.
+    """How one kind of call runs, the same for all calls with this signature.
 
     `project` is `spec.project`, or its form for a single query: MLA then compares queries with the cached latents.
+    `dispatch` holds the backends that support the call, and `scale` multiplies the scores. With `reads_cache_in_place`
+    the backend reads cached tensors in the format in which they are stored (pages, int8).
     """
 
     project: Project
