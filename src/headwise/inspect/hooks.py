@@ -312,7 +312,7 @@ class SiteAdapter(ABC):
 
 
 class WeightsOnlyCall:
-    """An attention call whose inputs are unknown, except for its weights [B, H, T, S]."""
+    """`ObservedCall` of which only the attention weights [B, H, T, S] are known, not queries, keys and values."""
 
     attention_inputs = key_positions = None
 

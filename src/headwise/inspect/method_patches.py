@@ -72,7 +72,10 @@ class MethodPatch(SharedPatch):
 
 
 class EagerStance(SharedPatch):
-    """Runs compiled functions and modules without compilation, which would trace hooks; if any can exist."""
+    """Makes torch run compiled functions and modules eagerly while hooks are active, which a compiled graph would skip.
+
+    It does nothing in a process that has not imported torch's compiler.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -109,7 +109,7 @@ class Attention(HasParallelContext, nn.Module):
         return self.head_outputs_and_gates(AttentionArguments(x, source, cache, sequence, mask, probe))[0]
 
     def head_outputs_and_gates(self, arguments: AttentionArguments) -> tuple[Tensor, Sequence[Tensor]]:
-        """Gated head outputs o [B, T, O, vdim], and the values of the gates: steps 1 to 10 of the module's docstring."""
+        """Gated head outputs o [B, T, O, vdim] and the values of the gates: steps 1 to 10 of the module's docstring."""
         call = self.planner.prepare(arguments, self._state)  # raises before a cache changes
         parts, plan, probe = self.parts, call.plan, call.probe
         x_BTD = self.parallel.copy_to_heads(call.x)
