@@ -525,9 +525,15 @@ def _format_operations(estimates: Sequence[CostEstimate]) -> Iterator[str]:
                 yield _format_row(f"  {label}", cells, COLUMN_WIDTH)
 
 
+TERMS_LEGEND = (
+    "In formulas: B rows, T queries, S keys that a row attends to, new tokens whose keys and values are computed, "
+    "pairs of a query and a key that the pattern allows in a row; other names are sizes of the spec, such as q and dim."
+)
+
+
 def _format_terms(estimates: Sequence[CostEstimate]) -> list[str]:
-    """Lines with every term of every breakdown."""
-    lines: list[str] = []
+    """Lines with the legend, and every term of every breakdown."""
+    lines = textwrap.wrap(TERMS_LEGEND, TERMINAL_WIDTH)
     for estimate in estimates:
         breakdowns = {
             "parameters": estimate.parameters,
