@@ -58,8 +58,9 @@ BACKENDS: dict[str, ModuleType] = {
     "dense": dense,
 }
 
-SINGLE_CALL_BACKENDS = ("sdpa", "bf16_matmul", "flash_cpu", "block_sparse")  # plain operations beat them on few tokens
-KEY_POINTS = ("block_sparse", "linear", "routed", "flash_cpu", "bf16_matmul", "bf16_matmul_gradients")
+SLOWER_THAN_DENSE_IF_SHORT = ("sdpa", "bf16_matmul", "flash_cpu", "block_sparse")
+# Take-over points that are numbers of keys.
+POINTS_IN_KEYS = ("block_sparse", "linear", "routed", "flash_cpu", "bf16_matmul", "bf16_matmul_gradients")
 LONGEST = CallSize(1, 2**62, 2**62, 2**62)  # a size beyond every finite take-over point
 MAX_COUNTED_KEYS = 2**14  # keys up to which the pairs of a pattern are counted to know the shape of its mask
 MAX_DENSE_LENGTH = 32  # tokens of a packed sequence up to which plain operations take less time on a CPU
@@ -117,9 +118,10 @@ class CoreDispatch:
 
 @dataclass(frozen=True)
 class PackedDispatch:
-    """Runs every sequence of packed rows apart: in one kernel, or in groups of similar length.
+    """Runs every sequence of packed rows on its own: all in one kernel, or in groups of similar length.
 
-    Named by the caller, a backend runs every group; otherwise plain operations run groups of short sequences.
+    `groups` selects a backend for each group. A backend that the caller names runs every group; otherwise `dense` runs
+    groups of short sequences.
     """
 
     groups: CoreDispatch
@@ -148,7 +150,7 @@ class PackedDispatch:
         name = self.groups.select(group_mask, group)
         longest = max(group_mask.queries.count, group_mask.keys.count)
         short = longest <= MAX_DENSE_LENGTH and self.groups.signature.device == "cpu"
-        return "dense" if short and name in SINGLE_CALL_BACKENDS and not self.groups.is_named_by_caller else name
+        return "dense" if short and name in SLOWER_THAN_DENSE_IF_SHORT and not self.groups.is_named_by_caller else name
 
 
 def make_dispatch(call: CallSignature, backend_name: str | None = None) -> CoreDispatch:
@@ -257,7 +259,7 @@ def contiguous_mask_shape(call: CallSignature, size: CallSize) -> str:
 
 def _deciding_lengths(call: CallSignature) -> list[int]:
     first, last = call.spec.pattern.retention
-    sizes = [takeover_size(point) for point in KEY_POINTS]
+    sizes = [takeover_size(point) for point in POINTS_IN_KEYS]
     if per_token := ragged_decode.bytes_per_token(call):
         sizes.append(ragged_decode.min_bytes(call) / per_token)
     lengths = {1, *(math.ceil(size) for size in sizes if 0 < size < math.inf)}

@@ -74,7 +74,7 @@ class KVCache(ABC):
         self._prefix_length = spec.pattern.tokens_before_decode
         self.used = 0  # tokens appended, padding included
         self.uniform = True  # every row holds positions 0 .. used - 1 of segment 0, known without a device sync
-        self.single = True  # every token so far is in segment 0
+        self.is_single_segment = True  # every token so far is in segment 0
         self._num_warmup_tokens = 1  # number of tokens after which all decode steps run the same operations
         self._visibility: FullVisibility | None = None
         self._last = torch.full((batch,), -1, dtype=torch.int64, device=device)
@@ -189,7 +189,7 @@ class KVCache(ABC):
         last = torch.full_like(self._last, self.used - 1) if self.uniform else self._last
         self._check_order(last, new_tokens)
         self._last, self.uniform = last, False
-        self.single = self.single and not bool((new_tokens.segment > 0).any())
+        self.is_single_segment = self.is_single_segment and not bool((new_tokens.segment > 0).any())
         self.used += new_tokens.count
         if new_tokens.count:
             self._update_last_positions(new_tokens)

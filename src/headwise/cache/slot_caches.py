@@ -131,7 +131,7 @@ class ContiguousCache(SlotCache):
 
     def _per_row_lengths(self, new_tokens: SequenceInfo) -> SequenceInfo:
         """Positions of all slots; `visible_per_row` is set if each newest token attends to all tokens of its row."""
-        if not (self.single and self._reads_all):
+        if not (self.is_single_segment and self._reads_all):
             return self.tokens
         num_visible = torch.where(new_tokens.is_real.expand(self.batch, -1)[:, 0], self._filled, 0)
         return SequenceInfo(self.tokens.position, self.tokens.segment, checked=True, visible_per_row=num_visible)
