@@ -224,7 +224,7 @@ def _packed_note(report: CallReport) -> str:
     longest = int(takeover_size("varlen")) if varlen.supports_kernel(report.signature) else 0
     kernel = f"up to {longest} tokens in one kernel, longer ones " if longest else ""
     return (
-        f"Packed sequences run apart: {kernel}in groups of similar "
+        f"Packed sequences run separately: {kernel}in groups of similar "
         f"length, each on the backend of its length (up to {MAX_DENSE_LENGTH} tokens on the CPU: dense)."
     )
 

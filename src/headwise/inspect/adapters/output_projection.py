@@ -365,7 +365,7 @@ class TraceSession:
         self.published = False
 
     def record(self, traced: TracedAttention) -> None:
-        """Remember a traced attention computation."""
+        """Append a traced attention computation."""
         self.traced.append(traced)
 
     def publish(self, z_BTHV: Tensor) -> None:
@@ -420,7 +420,7 @@ def _equals(z_BTHV: Tensor | None, other: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class AttentionForward:
-    """Forward of an attention module; traces it if an observer of its projection needs the inputs of the attention."""
+    """Override of the forward of an attention module, which traces it if a hook on its projection needs the inputs."""
 
     module: nn.Module
     projection: nn.Module
@@ -449,7 +449,7 @@ class AttentionForward:
 
 @dataclass(frozen=True)
 class ProjectionForward:
-    """Forward of an output projection, whose input are the head outputs."""
+    """Override of the forward of an output projection, whose input are the head outputs; ablation happens here."""
 
     module: nn.Module
     num_heads: int
