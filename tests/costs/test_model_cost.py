@@ -111,7 +111,7 @@ def test_a_long_generation_by_hand():
     core = sum(term.value for term in steps.terms if "core" in term.name)
     assert core == 32 * 2 * b * 32 * 256 * (g * p + g * (g - 1) // 2 + g)
     head = next(term for term in steps.terms if term.name == "head.tokens.weight")
-    assert (head.formula, head.value) == ("2 output hidden b s", 2 * 128256 * 4096 * b * g)
+    assert (head.formula, head.value) == ("2 output hidden B T", 2 * 128256 * 4096 * b * g)
 
 
 @st.composite
