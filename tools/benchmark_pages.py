@@ -100,7 +100,7 @@ def support_table() -> str:
     """Every backend in order of preference on the CPU: its definition and the presets it supports."""
     whole, step = preset_reports()
     lines = []
-    for name in next(iter(whole.values())).unsupported:
+    for name in next(iter(whole.values())).reasons_against:
         summary = (backends.BACKENDS[name].__doc__ or "").strip().split("\n")[0]
         lines.append((f"`{name}`", summary, supported_presets(whole, name), supported_presets(step, name)))
     head = ["backend", "definition", "presets, whole sequences", "presets, decode steps"]
@@ -117,10 +117,10 @@ def refusal_table() -> str:
     lines: dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]] = {}
     for call, reports in (("whole sequence", whole), ("decode step", step)):
         for preset, report in reports.items():
-            for line in ((name, reason) for name, reasons in report.unsupported.items() for reason in reasons):
+            for line in ((name, reason) for name, reasons in report.reasons_against.items() for reason in reasons):
                 calls, presets = lines.setdefault(line, ({}, {}))
                 calls[call], presets[preset] = None, None
-    order = list(next(iter(whole.values())).unsupported)
+    order = list(next(iter(whole.values())).reasons_against)
     rows = [
         (f"`{name}`", reason, " and ".join(calls), "all" if len(presets) == len(whole) else ", ".join(presets))
         for (name, reason), (calls, presets) in sorted(lines.items(), key=lambda line: order.index(line[0][0]))
@@ -130,7 +130,7 @@ def refusal_table() -> str:
 
 def supported_presets(reports: Mapping[str, Any], backend: str) -> str:
     """The presets that a backend supports; those for which it is chosen are bold."""
-    chosen = {preset: report.backend for preset, report in reports.items() if not report.unsupported[backend]}
+    chosen = {preset: report.backend for preset, report in reports.items() if not report.reasons_against[backend]}
     return ", ".join(f"**{preset}**" if name == backend else preset for preset, name in chosen.items()) or "-"
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.inspect.adapters import transformers_interface
-from headwise.inspect.hooks import AttentionCall, WeightsOnlyCall
+from headwise.inspect.hooks import ObservedCall, WeightsOnlyCall
 
 
 class Recorder:
@@ -19,10 +19,10 @@ class Recorder:
     needs_call = True
 
     def __init__(self) -> None:
-        self.call: AttentionCall | None = None
+        self.call: ObservedCall | None = None
         self.outputs: Tensor | None = None
 
-    def on_call(self, call: AttentionCall) -> None:
+    def on_call(self, call: ObservedCall) -> None:
         """Record the first call."""
         self.call = self.call or call
 
@@ -86,7 +86,7 @@ def output_attentions(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tenso
     return [tensor for tensor in tensors(weights) if tensor.dim() == 4]
 
 
-def weight_error(core: AttentionCall, own: Tensor) -> float:
+def weight_error(core: ObservedCall, own: Tensor) -> float:
     """Return the largest error of captured weights; those of a sliding window are compared by diagonal."""
     if isinstance(core, WeightsOnlyCall) and own.shape[:2] != core.weights.shape[:2]:
         return torch.inf

@@ -72,7 +72,7 @@ def test_version_2_costs_a_second_query_and_a_number_a_head():
 def test_version_2_runs_fused(tokens: str, runs: str):
     reasons = hw.why(base(modifiers=(hw.DifferentialV2(),), kv=2, **LAST), tokens=tokens)
     assert reasons.backend == runs
-    assert reasons.unsupported[runs] == []
+    assert reasons.reasons_against[runs] == []
 
 
 @pytest.mark.parametrize("vdim", [None, 4, 5])

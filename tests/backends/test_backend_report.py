@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from types import ModuleType
 
@@ -74,19 +75,19 @@ def test_every_page_fits_a_terminal(name: str):
 def test_wanting_weights_needs_a_backend_that_shows_them():
     reasons = why(hw.design(model=12, heads=3), want="weights")
     assert reasons.backend == "dense"
-    assert all("weights" in " ".join(reasons) for name, reasons in reasons.unsupported.items() if name != "dense")
+    assert all("weights" in " ".join(reasons) for name, reasons in reasons.reasons_against.items() if name != "dense")
 
 
 def test_two_parts_of_a_kind_give_one_reason():
     reasons = why(hw.design(preset="talking", model=12, heads=3))
-    assert all(len(reasons) == len(set(reasons)) for reasons in reasons.unsupported.values())
-    assert sum("TalkingHeads" in reason for reason in reasons.unsupported["sdpa"]) == 1
+    assert all(len(reasons) == len(set(reasons)) for reasons in reasons.reasons_against.values())
+    assert sum("TalkingHeads" in reason for reason in reasons.reasons_against["sdpa"]) == 1
 
 
 def test_another_device_needs_none_here():
     small = why(hw.design(model=12, heads=3), device="cuda:1", dtype="bf16")
     assert small.call.signature.device == "cuda"
-    assert any("16 channels" in reason for reason in small.unsupported["flex"])
+    assert any("16 channels" in reason for reason in small.reasons_against["flex"])
 
 
 def test_states_of_a_call_change_the_answer():
@@ -137,7 +138,7 @@ def test_a_backend_leaves_calls_to_others_that_it_was_measured_to_be_slower_for(
     assert ran == [why(spec, tokens=count).backend for count in (least, least - 1, least, 2)]
     assert ran[0] == ran[2] == name
     assert name not in (ran[1], ran[3])
-    [reason] = why(spec, tokens=least - 1).unsupported[name]
+    [reason] = why(spec, tokens=least - 1).reasons_against[name]
     assert f"below {least:,} keys; this call has {least - 1:,}" in reason
     assert why(spec, tokens=least).backend == why(spec).backend == name
 
@@ -190,6 +191,18 @@ def test_the_report_repeats_a_given_length():
     assert why(spec, tokens=7).data["keys"] == 7
     assert why(spec, tokens=1).call.tokens == why(spec, tokens="1").call.tokens == "one"
     assert why(spec, tokens=7, device="cuda").backend == "block_sparse"  # not measured there
+
+
+def test_a_report_without_a_length_starts_each_answer_with_the_lengths_of_the_backend():
+    spec, least = hw.design(model=12, heads=3, **LONG["routed"]), takeover.least("routed")
+    ranges = why(spec).call.length_ranges
+    assert [name for _, name in ranges] == ["sdpa", "flash_cpu", "routed"]
+    middle = ranges[1][0]
+    rows = dict(re.findall(r"^  (\w+) +(\S.*)$", str(why(spec)), re.MULTILINE))
+    assert rows["routed"] == f"runs calls of {least:,} or more keys"
+    assert rows["flash_cpu"] == f"runs calls of {middle:,} to {least - 1:,} keys"
+    assert rows["sdpa"] == f"runs calls of up to {middle - 1:,} keys"
+    assert rows["dense"] == "supports this call; never preferred"
 
 
 @pytest.mark.parametrize("context", [300, 500])

@@ -93,7 +93,7 @@ def test_the_layers_of_a_model_share_one_block_mask():
 def test_flex_is_first_on_cuda_only_where_others_would_loop_or_store_a_bias():
     for name, spec in SPECS.items():
         for device in ("cuda", "cpu"):
-            order = list(hw.why(spec, device=device).unsupported)
+            order = list(hw.why(spec, device=device).reasons_against)
             is_first = order.index("flex") < order.index("block_sparse")
             assert is_first == (device == "cuda" and name in ("window", "dilated", "alibi", "softcap"))
 
@@ -130,7 +130,7 @@ def test_masks_of_documents_are_kept_with_their_positions():
 
 
 def test_no_backend_of_the_cpu_supports_a_call_on_cuda():
-    for name, reasons in hw.why(SPECS["causal"], device="cuda").unsupported.items():
+    for name, reasons in hw.why(SPECS["causal"], device="cuda").reasons_against.items():
         if name in ("ragged", "flash_cpu", "routed"):
             assert any("for the CPU only" in reason for reason in reasons), name
     assert set(WHOLE.values()) | set(STEP.values()) <= set(BACKENDS)

@@ -141,7 +141,7 @@ def test_layers_with_one_cache_layout_apply_their_own_patterns():
     ] == [True, False]
     layers = [hw.Attention(spec).double() for spec in specs]
     pool = PagePool(specs, pages=20, page=4, dtype=torch.float64)
-    caches = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))
+    caches = pool.caches(pool.batch_of([pool.block_tables.new_sequence(), pool.block_tables.new_sequence()]))
     x = torch.randn(2, 14, MODEL, dtype=torch.float64)
     for layer, cache in zip(layers, caches, strict=True):
         decode_step(layer, cache, x[:, :9], None)
@@ -200,14 +200,14 @@ def test_several_tokens_of_a_row_are_gathered():
         decode_step(layer, cache, x[:, 5:8])[:, -1:],
         torch.stack([last_output_in_one_pass(layer, row[:8]) for row in x]),
     )
-    assert pool.nbytes > pool.numbers.nbytes
+    assert pool.nbytes > pool.storage.nbytes
 
 
 def test_probed_layers_gather_their_keys():
     """Whoever looks at keys of a call has those of each row side by side, zero where a row has none."""
     layer, recorded = build_layer("sinks"), []
     pool = make_pool(layer.spec, torch.float64, 4, 20, 0)
-    pool.numbers.fill_(torch.nan)  # the page that stands for none, too
+    pool.storage.fill_(torch.nan)  # the page that stands for none, too
     x = torch.randn(2, 31, MODEL, dtype=torch.float64)
     cache = prefilled_cache(layer, pool, x, [30, 8])
     attend = backends.paged_decode.attend

@@ -321,7 +321,7 @@ def test_8_bits_are_off_by_half_a_step():
     x[0, 3] = 0.0
     for cache in (full, small):
         layer(x, cache=cache)
-    found = small.dequantised(small.entry)
+    found = small.dequantize(small.entry)
     for name, tensor in full.entry.items():
         step = tensor.abs().amax(-1, keepdim=True) / 127
         assert ((found[name] - tensor).abs() <= 0.5001 * step).all()

@@ -51,29 +51,29 @@ def test_pages_without_a_name_are_handed_out_first_then_the_longest_free():
 
 
 @pytest.mark.parametrize("page", [1, 3, 4])
-@pytest.mark.parametrize("memory", [(0, 1), (0, 5), (2, 5), (7, 1), (1, 12), (0, None)])
-def test_pages_read_are_those_of_tokens_read(memory: tuple[int, int | None], page: int):
+@pytest.mark.parametrize("retention", [(0, 1), (0, 5), (2, 5), (7, 1), (1, 12), (0, None)])
+def test_pages_read_are_those_of_tokens_read(retention: tuple[int, int | None], page: int):
     """Token by token: j is read behind n tokens if j is one of the first, or n - j < last."""
-    keep = RetentionGroup(*memory, page)
+    group = RetentionGroup(*retention, page)
     for n in range(40):
-        last = n + 1 if keep.last is None else keep.last
-        read = {j // page for j in range(n) if j < keep.first or n - j < last}
-        assert read <= set(keep.visible_pages(n)) <= read | {n // page}, (
+        last = n + 1 if group.last is None else group.last
+        read = {j // page for j in range(n) if j < group.first or n - j < last}
+        assert read <= set(group.visible_pages(n)) <= read | {n // page}, (
             n
         )  # the next token goes on in a page that is not full
         for chunk in (1, 3, 8):
             most = max(
-                len(set(keep.visible_pages(start)) | set(range(start // page, -(-min(start + chunk, n) // page))))
+                len(set(group.visible_pages(start)) | set(range(start // page, -(-min(start + chunk, n) // page))))
                 for start in range(n + 1)
             )
-            assert most <= keep.max_pages(n, chunk) <= -(-n // page) or n == 0
+            assert most <= group.max_pages(n, chunk) <= -(-n // page) or n == 0
 
 
 def test_a_row_needs_the_slots_that_are_counted():
-    for memory in [(0, 9), (3, 17), (0, None), (20, 5)]:
+    for retention in [(0, 9), (3, 17), (0, None), (20, 5)]:
         for length in (1, 16, 17, 100):
-            slots = CacheAllocator.from_text("paged(4)").num_slots(KeyRetention(*memory), length)
-            assert RetentionGroup(*memory, 4).max_pages(length, chunk=1) * 4 == slots
+            slots = CacheAllocator.from_text("paged(4)").num_slots(KeyRetention(*retention), length)
+            assert RetentionGroup(*retention, 4).max_pages(length, chunk=1) * 4 == slots
 
 
 class Books(RuleBasedStateMachine):
@@ -84,18 +84,18 @@ class Books(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = BlockTables(self.PAGING, self.COUNT)
+        self.block_tables = BlockTables(self.PAGING, self.COUNT)
         self.rows: list[tuple[object, list[int]]] = []
         self.gone: list[list[int]] = []
 
     @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=14))
     def join(self, ids: list[int]) -> None:
-        row = self.book.new_sequence()
-        length = self.book.find_prefix(row, ids)
+        row = self.block_tables.new_sequence()
+        length = self.block_tables.find_prefix(row, ids)
         assert 0 <= length < len(ids)
         all_rows = [other for _, other in self.rows] + self.gone
         assert not length or any(other[:length] == ids[:length] for other in all_rows)
-        self.book.reuse_prefix(row, length)
+        self.block_tables.reuse_prefix(row, length)
         self.rows.append((row, ids))
 
     @precondition(lambda self: self.rows)
@@ -108,33 +108,33 @@ class Books(RuleBasedStateMachine):
             return
         before = [dict(table) for table in row.tables]
         try:
-            changes = self.book.append_slots([row], [count])
+            changes = self.block_tables.append_slots([row], [count])
         except hw.CacheFull:
             assert all(table.items() <= old.items() for table, old in zip(row.tables, before, strict=True))
             return
         row.length += count
         for table in row.tables:
             for number in table.values():
-                assert self.book.pages.holders(number) >= 1
+                assert self.block_tables.pages.holders(number) >= 1
         assert set(changes.emptied).isdisjoint(new for _, new in changes.copied)
-        self.book.publish_prefix(row, ids)
+        self.block_tables.publish_prefix(row, ids)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         row, ids = data.draw(st.sampled_from(self.rows))
-        self.rows.append((self.book.fork(row), list(ids)))
+        self.rows.append((self.block_tables.fork(row), list(ids)))
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         row, ids = self.rows.pop(data.draw(st.integers(0, len(self.rows) - 1)))
-        self.book.free_sequence(row)
+        self.block_tables.free_sequence(row)
         self.gone.append(ids)
 
     @invariant()
     def every_page_has_the_holders_that_hold_it(self) -> None:
-        pages = self.book.pages
+        pages = self.block_tables.pages
         counter = Counter(page for row, _ in self.rows for table in row.tables for page in table.values())
         assert [pages.holders(page) for page in range(self.COUNT)] == [counter[page] for page in range(self.COUNT)]
         assert pages.num_allocated == len(counter)
@@ -143,13 +143,13 @@ class Books(RuleBasedStateMachine):
     @invariant()
     def nobody_writes_where_another_reads(self) -> None:
         for row, _ in self.rows:
-            for keep, table in zip(self.PAGING.groups, row.tables, strict=True):
-                assert set(keep.visible_pages(row.length)) <= set(table), "a page that is still read was given back"
+            for group, table in zip(self.PAGING.groups, row.tables, strict=True):
+                assert set(group.visible_pages(row.length)) <= set(table), "a page that is still read was given back"
 
     def teardown(self) -> None:
         for row, _ in self.rows:
-            self.book.free_sequence(row)
-        assert self.book.pages.num_allocated == 0
+            self.block_tables.free_sequence(row)
+        assert self.block_tables.pages.num_allocated == 0
 
 
 TestBooks = Books.TestCase
@@ -159,52 +159,54 @@ TestBooks.settings = settings(max_examples=30, stateful_step_count=30, deadline=
 def test_reserved_pages_are_never_exceeded():
     """Whatever rows are let in by what is pledged, each comes to its end; and many that begin alike fit at once."""
     paging = PageLayout((RetentionGroup(0, None, 2), RetentionGroup(1, 5, 4)), (), 0, 2)
-    book, length, ids = BlockTables(paging, 23), 14, [1, 0, 1, 1] * 4
-    need = tuple(keep.max_pages(length, 3) for keep in paging.groups)
+    block_tables, length, ids = BlockTables(paging, 23), 14, [1, 0, 1, 1] * 4
+    need = tuple(group.max_pages(length, 3) for group in paging.groups)
     rows = []
     for _ in range(9):
-        row = book.new_sequence(need)
-        if book.num_reserved_pages([*rows, row]) > book.pages.count:
+        row = block_tables.new_sequence(need)
+        if block_tables.num_reserved_pages([*rows, row]) > block_tables.pages.count:
             break
         rows.append(row)
-        book.reuse_prefix(row, book.find_prefix(row, ids))
+        block_tables.reuse_prefix(row, block_tables.find_prefix(row, ids))
         while row.length < 9:
-            book.append_slots([row], [min(3, 9 - row.length)])
+            block_tables.append_slots([row], [min(3, 9 - row.length)])
             row.length += min(3, 9 - row.length)
-            book.publish_prefix(row, ids)
+            block_tables.publish_prefix(row, ids)
     assert 2 <= len(rows) < 9
-    pledged = book.num_reserved_pages(rows)
+    pledged = block_tables.num_reserved_pages(rows)
     while any(row.length < length for row in rows):
         for row in (row for row in rows if row.length < length):
-            book.append_slots([row], [1])
+            block_tables.append_slots([row], [1])
             row.length += 1
-            assert book.pages.num_allocated <= book.num_reserved_pages(rows) <= pledged
+            assert block_tables.pages.num_allocated <= block_tables.num_reserved_pages(rows) <= pledged
     for row in rows:
-        book.free_sequence(row)
+        block_tables.free_sequence(row)
 
 
 def test_an_opening_is_shared_as_a_whole():
     """Tokens that must come together are all remembered or none of them."""
-    book, ids = BlockTables(PageLayout((RetentionGroup(0, None, 2),), (), 0, 2), 23), [1, 2, 3, 4, 5, 6, 7]
-    row = book.new_sequence()
-    book.append_slots([row], [7])
+    block_tables, ids = BlockTables(PageLayout((RetentionGroup(0, None, 2),), (), 0, 2), 23), [1, 2, 3, 4, 5, 6, 7]
+    row = block_tables.new_sequence()
+    block_tables.append_slots([row], [7])
     row.length = 7
-    book.publish_prefix(row, ids)
+    block_tables.publish_prefix(row, ids)
     other = [1, 2, 3, 4, 9, 9, 9]
-    assert [book.find_prefix(book.new_sequence(), other, opening) for opening in (0, 4, 5)] == [4, 4, 0]
-    assert book.find_prefix(book.new_sequence(), ids) == 6
-    assert book.find_prefix(book.new_sequence(), ids[:6]) == 4  # one token at least is read, to know what comes next
+    assert [block_tables.find_prefix(block_tables.new_sequence(), other, opening) for opening in (0, 4, 5)] == [4, 4, 0]
+    assert block_tables.find_prefix(block_tables.new_sequence(), ids) == 6
+    assert (
+        block_tables.find_prefix(block_tables.new_sequence(), ids[:6]) == 4
+    )  # one token at least is read, to know what comes next
 
 
 def test_a_shared_page_depends_on_all_earlier_ids():
     """Of a window only the last pages are needed, but what lies in them is not a matter of their own ids alone."""
-    book, ids = BlockTables(PageLayout((RetentionGroup(0, 3, 2),), (), 0, 2), 23), [1, 2, 3, 4, 5, 6, 7]
-    row = book.new_sequence()
-    book.append_slots([row], [7])
+    block_tables, ids = BlockTables(PageLayout((RetentionGroup(0, 3, 2),), (), 0, 2), 23), [1, 2, 3, 4, 5, 6, 7]
+    row = block_tables.new_sequence()
+    block_tables.append_slots([row], [7])
     row.length = 7
-    book.publish_prefix(row, ids)
-    assert book.find_prefix(book.new_sequence(), [*ids[:6], 8]) == 6
-    assert book.find_prefix(book.new_sequence(), [9, 9, *ids[2:]]) == 0
+    block_tables.publish_prefix(row, ids)
+    assert block_tables.find_prefix(block_tables.new_sequence(), [*ids[:6], 8]) == 6
+    assert block_tables.find_prefix(block_tables.new_sequence(), [9, 9, *ids[2:]]) == 0
 
 
 # --- the contract of a cache ---------------------------------------------------------------------------
@@ -214,7 +216,7 @@ PAGED = [kind for kind in streams.KINDS if kind != "state"]
 
 def pooled(layer: hw.Attention, batch: int, *, pages: int = 40, page: int = 3) -> hw.KVCache:
     pool = PagePool([layer.spec], pages=pages, page=page, dtype=torch.float64)
-    return pool.caches(pool.batch_of([pool.book.new_sequence() for _ in range(batch)]))[0]
+    return pool.caches(pool.batch_of([pool.block_tables.new_sequence() for _ in range(batch)]))[0]
 
 
 @pytest.mark.parametrize("stream", streams.ONE_DOCUMENT)
@@ -254,12 +256,12 @@ def test_diverging_rows_copy_the_pages_they_write(kind: str):
     x = streams.random_tensor(4, 9, streams.MODEL)
     x[2, :4] = x[0, :4]
     pool = PagePool([layer.spec], pages=12, page=3, dtype=torch.float64)
-    cache = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))[0]
+    cache = pool.caches(pool.batch_of([pool.block_tables.new_sequence(), pool.block_tables.new_sequence()]))[0]
     with torch.no_grad():
         layer(x[:2, :4], cache=cache)
-        num_allocated = pool.book.pages.num_allocated
+        num_allocated = pool.block_tables.pages.num_allocated
         cache.select_rows(torch.tensor([0, 0]))
-        assert pool.book.pages.num_allocated == num_allocated // 2
+        assert pool.block_tables.pages.num_allocated == num_allocated // 2
         first = layer(torch.stack([x[0, 4:6], x[2, 4:6]]), cache=cache)
         cache.select_rows(torch.tensor([1, 0]))
         last = layer(torch.stack([x[2, 6:], x[0, 6:]]), cache=cache)
@@ -267,7 +269,7 @@ def test_diverging_rows_copy_the_pages_they_write(kind: str):
     cases.check_close(torch.cat([first[0], last[1]]), alone[0, 4:])
     cases.check_close(torch.cat([first[1], last[0]]), alone[2, 4:])
     cache.select_rows(torch.tensor([], dtype=torch.int64))
-    assert pool.book.pages.num_allocated == 0
+    assert pool.block_tables.pages.num_allocated == 0
 
 
 def test_a_row_sees_nothing_of_the_previous_owner_of_its_pages():
@@ -275,11 +277,11 @@ def test_a_row_sees_nothing_of_the_previous_owner_of_its_pages():
     layer = streams.build_layer("plain")
     pool = PagePool([layer.spec], pages=4, page=4, dtype=torch.float64)
     with torch.no_grad():
-        cache = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))[0]
+        cache = pool.caches(pool.batch_of([pool.block_tables.new_sequence(), pool.block_tables.new_sequence()]))[0]
         layer(torch.full((2, 8, streams.MODEL), torch.nan, dtype=torch.float64), cache=cache)
         cache.select_rows(torch.tensor([], dtype=torch.int64))
         x = streams.random_tensor(2, 5, streams.MODEL)
-        cache = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))[0]
+        cache = pool.caches(pool.batch_of([pool.block_tables.new_sequence(), pool.block_tables.new_sequence()]))[0]
         layer(x[:, :4], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :4], lengths=[4, 1]))
         layer.backend_name = "dense"  # gathers pages; whoever reads them where they lie leaves out what is not there
         last = layer(torch.stack([x[0, 4:], x[1, 1:2]]), cache=cache)
@@ -290,12 +292,12 @@ def test_a_row_sees_nothing_of_the_previous_owner_of_its_pages():
 def test_pages_out_of_reach_are_freed():
     layer = streams.build_layer("sinks")  # the first 2, the latest 3
     pool = PagePool([layer.spec], pages=6, page=2, dtype=torch.float64)
-    cache = pool.caches(pool.batch_of([pool.book.new_sequence()]))[0]
+    cache = pool.caches(pool.batch_of([pool.block_tables.new_sequence()]))[0]
     with torch.no_grad():
         layer(streams.random_tensor(1, 6, streams.MODEL), cache=cache)
         for _ in range(50):
             layer(streams.random_tensor(1, 1, streams.MODEL), cache=cache)
-            assert pool.book.pages.num_allocated <= 3
+            assert pool.block_tables.pages.num_allocated <= 3
     assert cache.used == 56
 
 
@@ -324,8 +326,8 @@ def test_specs_that_cannot_be_paged_are_refused():
 def test_layers_that_keep_alike_share_a_table_and_all_share_the_pages():
     near, far = (hw.design(model=10, heads=2, pattern=pattern) for pattern in ("window(3)", "causal"))
     pool = PagePool([near, far, near], pages=20, page=2)
-    row = pool.book.new_sequence()
-    pool.book.append_slots([row], [9])
+    row = pool.block_tables.new_sequence()
+    pool.block_tables.append_slots([row], [9])
     assert [len(table) for table in row.tables] == [5, 3]  # 9 tokens by 2 of two layers, and by 4 of one
     assert not set(row.tables[0].values()) & set(row.tables[1].values())
-    assert pool.numbers[0].numel() == 2 * 2 * 20
+    assert pool.storage[0].numel() == 2 * 2 * 20

@@ -150,8 +150,10 @@ def small() -> HeadTable:
 
 def test_letters_are_of_classes():
     lines = format_head_table(small()).splitlines()
-    assert lines[3].split() == ["decoder.0.attention", "p", "S"]
-    assert lines[4].split() == ["decoder.1.attention", "·", "K"]
+    legend = "K sink, P positional, S syntactic, · unclear; in lower case if the score is below 0.5"
+    assert " ".join(lines[2:4]) == legend
+    assert lines[6].split() == ["decoder.0.attention", "p", "S"]
+    assert lines[7].split() == ["decoder.1.attention", "·", "K"]
     assert "\x1b[38;2;86;180;233mp\x1b[0m" in format_head_table(small(), with_ansi_colour)
     assert format_head_ranking(small(), "sink").splitlines()[3].split()[:6] == [
         "decoder.0.attention",

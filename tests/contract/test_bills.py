@@ -61,7 +61,7 @@ def test_gradients_are_counted_as_torch_counts_them(name):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_formula_is_worth_its_number(name):
     spec, work = EXAMPLES[name], work_of(EXAMPLES[name])
-    letters = {"b": work.batch, "s": work.queries, "r": work.new_tokens, "t": work.keys, "pairs": work.pairs}
+    letters = {"B": work.batch, "T": work.queries, "new": work.new_tokens, "S": work.keys, "pairs": work.pairs}
     parts = {"normaliser": spec.normaliser, "merge": spec.merge, **dict(spec.parts())}
     for bill in (flops.attention_parameters(spec), flops.forward_flops(spec, work), flops.cached_numbers(spec)):
         for term in bill.terms:

@@ -126,7 +126,7 @@ def test_every_part_saves_the_bytes_of_its_formula(name):
 
 def worth(text: str, spec: hw.AttentionSpec, sizes: tuple[int, int, int]) -> int:
     """The value of a formula, names looked up, a space for a product."""
-    axis_sizes: dict[str, int] = dict(zip("bst", sizes, strict=True))
+    axis_sizes: dict[str, int] = dict(zip("BTS", sizes, strict=True))
     for _, part in spec.parts():
         axis_sizes |= spec.sizes_of(part)
     return eval(re.sub(r"(?<=[\w)]) (?=[\w(])", "*", text.replace("^", "**")), {}, axis_sizes)

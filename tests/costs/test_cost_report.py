@@ -141,7 +141,7 @@ def test_requested_comparison(capsys):
 def test_terms_and_json(capsys):
     code, out, _ = run(capsys, "gqa", "--terms")
     assert code == 0
-    assert "core (scores) = 2 b pairs q dim" in out
+    assert out.index("B rows, T queries, S keys") < out.index("core (scores) = 2 B pairs q dim")
     assert max(map(len, out.splitlines())) <= 80
     code, out, _ = run(capsys, "gqa", "--json", "--set", "heads.kv=4")
     data = json.loads(out)

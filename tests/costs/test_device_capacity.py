@@ -64,8 +64,9 @@ def test_the_table_and_the_document_say_what_is_missing(capsys: pytest.CaptureFi
     table = " ".join(str(cost({"gpt3": GPT3, "gpt2": read_model_spec("gpt2")}, hw.Workload(context=1024))).split())
     assert "decode, least time too large" in table
     needed = WEIGHTS + 1024 * TOKEN
-    missing = f"weights and cache need {needed / 1e9:,.2f} GB, {(needed - 141e9) / 1e9:,.2f} GB more than 141.00 GB"
-    assert f"gpt3: NVIDIA H200 SXM cannot hold it, so there is no time of a decode step: {missing}; 3 devices" in table
+    missing = f"weights and cache need {needed / 1e9:,.2f} GB, {(needed - 141e9) / 1e9:,.2f} GB more than its 141.00 GB"
+    end = "so no time is estimated (decode step); at least 3 such devices are needed"
+    assert f"gpt3: NVIDIA H200 SXM is too small: {missing}, {end}" in table
     assert "gpt2: NVIDIA" not in table
     assert cli.main(["cost", "gpt3", "gpt2", "--context", "1024", "--json"]) == 0
     large, small = json.loads(capsys.readouterr().out)["rows"]
@@ -87,7 +88,7 @@ def test_serving_without_room_has_no_times(capsys: pytest.CaptureFixture[str]):
     assert replace(demand, num_devices=count).fits
     assert not replace(demand, num_devices=count - 1).fits
     assert report.data["devices"] == count
-    assert "cannot hold it, so there is no time of a step" in " ".join(str(report).split())
+    assert "so no time is estimated (step)" in " ".join(str(report).split())
     assert "tokens per second" not in str(report)
     assert cli.main(["cost", "gpt2", "--serve", "--context", "1000"]) == 0
     assert "tokens per second, all rows together" in capsys.readouterr().out

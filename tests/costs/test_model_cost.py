@@ -111,7 +111,7 @@ def test_a_long_generation_by_hand():
     core = sum(term.value for term in steps.terms if "core" in term.name)
     assert core == 32 * 2 * b * 32 * 256 * (g * p + g * (g - 1) // 2 + g)
     head = next(term for term in steps.terms if term.name == "head.tokens.weight")
-    assert (head.formula, head.value) == ("2 output hidden b s", 2 * 128256 * 4096 * b * g)
+    assert (head.formula, head.value) == ("2 output hidden B T", 2 * 128256 * 4096 * b * g)
 
 
 @st.composite
@@ -270,11 +270,11 @@ def test_numbers_beyond_machine_words_stay_exact():
 def test_layers_that_are_equal_are_one_term():
     terms = {term.name: term for term in priced(LLAMA3).prefill_flops.terms}
     scores = terms["decoder.*.attention.core (scores)"]
-    assert scores.formula == "32 · 2 b pairs[causal()] q dim"
+    assert scores.formula == "32 · 2 B pairs[causal()] q dim"
     assert scores.value == 32 * 2 * (512 * 513 // 2) * 32 * 128
     local = [t for t in priced({"model_type": "gemma2"}).prefill_flops.terms if t.name.endswith("core (scores)")]
     assert [t.formula for t in local] == [
-        f"13 · 2 b pairs[{options}] q dim" for options in ("window(4096)", "causal()")
+        f"13 · 2 B pairs[{options}] q dim" for options in ("window(4096)", "causal()")
     ]
 
 

@@ -228,7 +228,7 @@ def test_the_command_divides_models(capsys: pytest.CaptureFixture[str]):
     assert "gpt3 on 8 x NVIDIA H200 SXM: tensor 4, pipeline 2, experts 1, replicas 1" in page
     assert f"tokens per second, all devices {cost.tokens_per_second:,.0f}" in page
     assert cli.main([*argv[:6], "--devices", "2", "--tensor", "2"]) == 0
-    assert "so there is no time of a step" in " ".join(capsys.readouterr().out.split())
+    assert "so no time of a step is estimated" in " ".join(capsys.readouterr().out.split())
     for wrong, message in (
         (["cost", "gpt2", "--tensor", "4"], "--tensor 4 divides several devices; add --devices 4"),
         (["cost", "gqa", "--devices", "4"], "gqa is one layer; name a model"),

@@ -185,9 +185,9 @@ FORMATS: dict[str, tuple[dict[str, Any], Any, tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_has_the_bytes_of_its_tensors(name: str):
     """Linear maps are those of the model in transformers; the vocabulary of 130 leaves blocks that are not full."""
-    config, matrix_bytes, unquantised = FORMATS[name]
+    config, matrix_bytes, unquantized = FORMATS[name]
     maps = _linear_maps()
-    quantized = {path: map_ for path, map_ in maps.items() if not any(words in path for words in unquantised)}
+    quantized = {path: map_ for path, map_ in maps.items() if not any(words in path for words in unquantized)}
     assert 0 < len(quantized) < len(maps)
     others = estimate_cost(read_model_spec(SMALL), hw.Workload(context=64)).parameters.total
     others -= sum(map_.weight.numel() for map_ in quantized.values())

@@ -113,7 +113,7 @@ def test_the_page_shows_every_step_with_its_formula(capsys):
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert "mha: in training, flash-cuda, nothing recomputed" in out
-    assert "logsumexp = 4 b s q = 1,024" in out
+    assert "logsumexp = 4 B T q = 1,024" in out
     assert "dcmha: in training, chunked, nothing recomputed" in out
 
 

@@ -16,7 +16,7 @@ from headwise import families
 from headwise.costs.cost_report import estimate_cost
 from headwise.families import WEIGHT_NAMES
 from headwise.inspect.attention_sites import find_attention
-from headwise.inspect.hooks import AttentionCall, hook_sites
+from headwise.inspect.hooks import ObservedCall, hook_sites
 from support.saved_bytes import backend_profile, model_saved_bytes
 from support.transformers_models import (
     BART,
@@ -215,10 +215,10 @@ class Passing(NamedTuple):
     call: int
     inputs: list[tuple[Tensor, Tensor | None]]
     heads: list[Tensor]
-    calls: list[AttentionCall]
+    calls: list[ObservedCall]
     needs_call: bool = True
 
-    def on_call(self, call: AttentionCall) -> None:
+    def on_call(self, call: ObservedCall) -> None:
         self.calls.append(call)
 
     def take(self, z: Tensor) -> None:

@@ -93,6 +93,25 @@ def test_defaults_are_shown_by_one_rule(parser: CommandParser):
         )
 
 
+# Options of which exactly one is needed, or which add to a task or a Python process.
+WITHOUT_DEFAULT = (
+    *("--data", "--task", "--conllu", "--set", "--import"),
+    *("--keep", "--heads", "--budget", "--drop", "--plan", "--kv", "--to"),
+)
+
+
+@pytest.mark.parametrize("parser", ["prune", "prune --sweep", "convert"], indirect=True)
+def test_every_option_of_surgery_states_its_default(parser: CommandParser):
+    text = parser.format_help_all()
+    entries = re.split(r"^  (?=-)", re.sub(r"\n\n.*?:$", "", text, flags=re.MULTILINE), flags=re.MULTILINE)
+    for action in options(parser):
+        name = action.option_strings[-1]
+        if action.nargs == 0 or action.required or name in WITHOUT_DEFAULT:
+            continue
+        [entry] = [entry for entry in entries if re.match(rf"{name}\s", entry)]
+        assert "(default: " in " ".join(entry.split()), name
+
+
 def test_defaults_of_a_recipe_are_those_of_the_library():
     for name, option in (train.EVERYDAY_OPTIONS | train.EXPERT_OPTIONS).items():
         assert option.help.endswith(f"(default: {getattr(Recipe(), option.field)})"), name

@@ -47,7 +47,7 @@ def test_a_file_registers_its_part_and_computes(tmp_path: Path):
     plain.load_state_dict({name: t for name, t in warm.state_dict().items() if name != "temperature.log"})
     x = torch.randn(3, 5, 8, dtype=torch.float64)
     with torch.no_grad():
-        plain.weights["project"]["q"].mul_(torch.tensor(0.5, dtype=torch.float64).exp())
+        plain.weights["project"]["q"].mul_(torch.tensor(-0.5, dtype=torch.float64).exp())
     torch.testing.assert_close(warm(x), plain(x))
 
 

@@ -115,9 +115,9 @@ def test_why_names_what_is_lost_without_numba():
 
 def test_kernels_can_be_switched_off(monkeypatch):
     spec = hw.design(model=64, heads=4, pattern="causal")
-    assert not hw.why(spec).unsupported["flash_cpu"]
+    assert not hw.why(spec).reasons_against["flash_cpu"]
     monkeypatch.setattr(STATE, "setting", "off")
-    assert hw.why(spec).unsupported["flash_cpu"] == ["needs Numba kernels, which HEADWISE_KERNELS=off disables"]
+    assert hw.why(spec).reasons_against["flash_cpu"] == ["needs Numba kernels, which HEADWISE_KERNELS=off disables"]
     monkeypatch.setattr(STATE, "setting", "later")
     with pytest.raises(ValueError, match="HEADWISE_KERNELS is 'later'; use one of auto, wait, off"):
         hw.why(spec)

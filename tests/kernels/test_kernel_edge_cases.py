@@ -100,7 +100,7 @@ def test_a_second_ceiling_counts():
             one(x[:, :-1], cache=cache)
             recorded.append(one(x[:, -1:], cache=cache))
     check_close(*recorded, rtol=1e-5, atol=1e-6)
-    assert "Softcap is not additive" in hw.why(spec, tokens="one").unsupported["ragged"]
+    assert "Softcap is not additive" in hw.why(spec, tokens="one").reasons_against["ragged"]
 
 
 # --- caches of 8 bits --------------------------------------------------------------------------------------

@@ -377,14 +377,14 @@ def test_rows_that_adopt_a_beginning_read_it_together(name):
     ids = [n % 11 for n in range(230)]
     x = torch.randn(4, 260, MODEL, dtype=torch.float64)
     x[:, :200] = x[:1, :200]
-    rows = [pool.book.new_sequence()]
+    rows = [pool.block_tables.new_sequence()]
     cache = pool.caches(pool.batch_of(rows))[0]
     with torch.no_grad():
         layer(x[:1, :200], cache=cache)
-    pool.book.publish_prefix(rows[0], ids[:200])
+    pool.block_tables.publish_prefix(rows[0], ids[:200])
     for own in range(3):
-        rows.append(pool.book.new_sequence())
-        pool.book.reuse_prefix(rows[-1], pool.book.find_prefix(rows[-1], [*ids[:200], 90 + own]))
+        rows.append(pool.block_tables.new_sequence())
+        pool.block_tables.reuse_prefix(rows[-1], pool.block_tables.find_prefix(rows[-1], [*ids[:200], 90 + own]))
     cache = pool.caches(pool.batch_of(rows))[0]
     lengths = [21, 1, 14, 30]
     at = hw.SequenceInfo.from_batch(x[:, 200:230], lengths=lengths)

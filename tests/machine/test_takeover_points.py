@@ -88,7 +88,7 @@ def test_where_nobody_measured_no_kernel_is_preferred(name: str):
         assert (
             hw.why(PLAIN, tokens="one").backend == hw.why(PLAIN, tokens=hw.CallSize(64, 1, 1, 9000)).backend == "sdpa"
         )
-        refusal = hw.why(PLAIN).unsupported["flash_cpu"]
+        refusal = hw.why(PLAIN).reasons_against["flash_cpu"]
         assert refusal == [f"not measured on this class of machine ({name}); headwise bench --calibrate measures it"]
         assert hw.why(PLAIN).backend == "sdpa"
         assert "nothing was measured (flash_cpu" in " ".join(str(hw.why(PLAIN)).split())
@@ -117,7 +117,7 @@ def test_products_in_bf16_need_the_instructions():
         with assume_points(points_of_class(name)):
             chosen[name] = [hw.why(PLAIN, tokens=1024, dtype="bf16", when=when).backend for when in ([], ["grad"])]
             if name == "x86-avx512":
-                [reason] = hw.why(PLAIN, tokens=1024, dtype="bf16").unsupported["bf16_matmul"]
+                [reason] = hw.why(PLAIN, tokens=1024, dtype="bf16").reasons_against["bf16_matmul"]
                 assert reason == "torch's fused call takes less time on this class of machine (x86-avx512)"
     assert chosen == {"x86-avx512": ["sdpa", "sdpa"], "x86-avx512-bf16": ["bf16_matmul", "bf16_matmul"]}
 

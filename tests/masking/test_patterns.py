@@ -116,7 +116,7 @@ spans = st.tuples(st.integers(0, 30), st.integers(0, 25)).map(lambda two: range(
 steady = settings(derandomize=True, max_examples=60, deadline=None)
 
 
-def assert_memory_holds(pattern, size=37):
+def assert_retention_holds(pattern, size=37):
     first, last = pattern.retention
     assert first >= 0
     assert last is None or last >= 1
@@ -126,13 +126,13 @@ def assert_memory_holds(pattern, size=37):
                 assert j < first or last is None or i - j < last, (pattern, i, j)
 
 
-def assert_opening_holds(pattern, size=37):
+def assert_prefix_holds(pattern, size=37):
     if pattern.tokens_before_decode is not None:
         ahead = [(i, j) for i in range(size) for j in range(i + 1, size) if pattern.allows(i, j)]
         assert all(j < pattern.tokens_before_decode for _, j in ahead), (pattern, ahead)
 
 
-# --- one rule: ints, tensors, counts, memory, opening ------------------------------------------------------
+# --- one rule: ints, tensors, counts, retention, prefix ------------------------------------------------------
 
 
 @pytest.mark.parametrize("module", ["key_intervals", "patterns", "pattern_base"])
@@ -187,20 +187,20 @@ def test_allows_traces_as_one_graph(pattern):
 
 
 @pytest.mark.parametrize("pattern", EACH + JOINED, ids=str)
-def test_memory_and_opening_hold(pattern):
-    assert_memory_holds(pattern)
-    assert_opening_holds(pattern)
+def test_retention_and_prefix_hold(pattern):
+    assert_retention_holds(pattern)
+    assert_prefix_holds(pattern)
 
 
 @steady
 @given(trees)
-def test_memory_and_opening_hold_on_any_tree(pattern):
-    assert_memory_holds(pattern, 31)
-    assert_opening_holds(pattern, 31)
+def test_retention_and_prefix_hold_on_any_tree(pattern):
+    assert_retention_holds(pattern, 31)
+    assert_prefix_holds(pattern, 31)
 
 
 @pytest.mark.parametrize(
-    ("pattern", "memory"),
+    ("pattern", "retention"),
     [
         (Full(), KeyRetention(0, None)),
         (Causal(), KeyRetention(0, None)),
@@ -221,8 +221,8 @@ def test_memory_and_opening_hold_on_any_tree(pattern):
     ],
     ids=str,
 )
-def test_memory_is_tight(pattern, memory):
-    assert pattern.retention == memory
+def test_retention_is_tight(pattern, retention):
+    assert pattern.retention == retention
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class _Temperature(ScoreStep):
         return {"log": Param(AxisLayout.parse("q"), zeros_init)}
 
     def score(self, s, position, factors, p):
-        return s * p["log"].exp().to(s.dtype)
+        return s * (-p["log"]).exp().to(s.dtype)
 
 
 def keeps() -> Part:

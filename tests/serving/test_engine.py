@@ -124,7 +124,7 @@ def test_a_request_gets_the_tokens_it_gets_alone(
         assert result == (expected[: len(result)] if stream.ended == "cancelled" else expected)
         assert stream.ended in ("cancelled", "length")
     assert engine.memory.used == 0
-    assert engine.memory.pool.book.pages.num_allocated == 0
+    assert engine.memory.pool.block_tables.pages.num_allocated == 0
 
 
 def smallest(net: hw.Transformer, way: hw.BatchingConfig, requests: list[tuple[list[int], int]]) -> int:
@@ -228,7 +228,7 @@ def test_beginnings_are_read_once():
     assert [stream.result() for stream in streams] == [alone(net, prompt, 5) for prompt in prompts]
     shared = 24  # two layers keep 24 numbers of each of 4 tokens in a page, one keeps 8 of each of 24
     assert engine.report().shared == 5 * shared
-    assert engine.memory.pool.book.pages.num_allocated == 0
+    assert engine.memory.pool.block_tables.pages.num_allocated == 0
     again = engine.submit([*begin, 9, 9, 9], max_new_tokens=2)  # nobody holds those pages, but they are still known
     assert again.result() == alone(net, [*begin, 9, 9, 9], 2)
     assert engine.report().shared == 6 * shared

@@ -24,7 +24,7 @@ from headwise.distributed.ranks import ProcessMesh, fingerprint_code
 from headwise.distributed.sharded_model import shard_model
 from headwise.models import Transformer
 from headwise.training import Recipe, run_setup, train
-from headwise.training.autotune import StepTrial
+from headwise.training.autotune import Autotuner
 from headwise.training.optimisers import AdamWOptimiser, group_parameters
 from headwise.training.train_step import StepOptions, TrainStep
 from support.small_training import IDS, Echo, Routed, short_recipe
@@ -288,7 +288,7 @@ def runs(folder: Path) -> dict[str, Any]:
 
 def run_compiled_then_sharded(folder: Path) -> None:
     """A compiled run that is resumed with shards, which must not compile."""
-    compiling, StepTrial.choose = torch.compile, lambda self: StepOptions("fp32", "on")
+    compiling, Autotuner.choose_options = torch.compile, lambda self: StepOptions("fp32", "on")
     try:
         torch.compile = lambda hidden: hidden
         run_until(1, short_recipe(**{**PLAIN, "compile": "auto"}), folder)

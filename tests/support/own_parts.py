@@ -23,7 +23,7 @@ from headwise.parts.initialisers import zeros_init
 
 @part
 class Temperature(ScoreStep):
-    """s_h -> s_h exp(a_h + start)."""
+    """s_h -> s_h / exp(a_h + start)."""
 
     start: float = 0.0
 
@@ -31,7 +31,7 @@ class Temperature(ScoreStep):
         return {"log": Param(AxisLayout.parse("q"), zeros_init)}
 
     def score(self, s, position, factors, p):
-        return s * (p["log"] + self.start).exp().to(s.dtype)
+        return s * (-p["log"] - self.start).exp().to(s.dtype)
 '''
 
 

@@ -43,10 +43,10 @@ def build_layer(name: str, dtype: torch.dtype = torch.float64) -> hw.Attention:
 def make_pool(spec: hw.AttentionSpec, dtype: torch.dtype, page: int, pages: int, order: int) -> PagePool:
     """A pool with its pages in random order; unwritten memory is NaN."""
     pool = PagePool([spec], pages=pages, page=page, dtype=dtype)
-    pool.numbers[:-1].fill_(torch.nan)  # the last is read for what is not there, where pages are gathered
-    pages_taken = [pool.book.pages.allocate() for _ in range(pages)]
+    pool.storage[:-1].fill_(torch.nan)  # the last is read for what is not there, where pages are gathered
+    pages_taken = [pool.block_tables.pages.allocate() for _ in range(pages)]
     for n in torch.randperm(pages, generator=torch.Generator().manual_seed(order)).tolist():
-        pool.book.pages.release(pages_taken[n])
+        pool.block_tables.pages.release(pages_taken[n])
     return pool
 
 
@@ -63,7 +63,7 @@ def decode_step(
 
 def prefilled_cache(layer: hw.Attention, pool: PagePool, x: torch.Tensor, lengths: list[int]) -> hw.KVCache:
     """A cache after a prefill of rows of these lengths."""
-    cache = pool.caches(pool.batch_of([pool.book.new_sequence() for _ in lengths]))[0]
+    cache = pool.caches(pool.batch_of([pool.block_tables.new_sequence() for _ in lengths]))[0]
     if most := max(lengths):
         with torch.no_grad():
             layer(x[:, :most], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :most], lengths=lengths))

@@ -11,8 +11,8 @@ import torch
 import headwise as hw
 from headwise.head_analysis.attention_maps import compute_attention_maps
 from headwise.traces import trace_from_weights
-from headwise.traces.channel_products import multiply_channels
 from headwise.traces.head_aggregates import aggregate_heads, roll_out_attention
+from headwise.traces.query_key_map import multiply_channels
 
 LLAMA = {"model_type": "llama", "hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 6,
          "num_key_value_heads": 2, "num_hidden_layers": 3, "vocab_size": 37, "max_position_embeddings": 64}  # fmt: skip

@@ -16,7 +16,7 @@ from headwise.errors import SpecError
 from headwise.files import read_lines
 from headwise.machine.takeover_points import assume_points, points_of_class
 from headwise.training import ConsoleLogger, autotune, loggers, train
-from headwise.training.autotune import StepTrial
+from headwise.training.autotune import Autotuner
 from headwise.training.loggers import JsonlLogger, create_logger
 from headwise.training.train_step import StepOptions
 from support.small_training import Echo, make_train_step, short_recipe
@@ -163,7 +163,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, seconds: dict, **options: object) ->
     """What is chosen when steps take so long, and what was tried on the way; an error in the place of a time fails."""
     tried = []
 
-    def measured(self: StepTrial, stepper: autotune.TrainStep) -> float:
+    def measured(self: Autotuner, stepper: autotune.TrainStep) -> float:
         way = (stepper.options.precision, stepper.options.compile)
         if stepper.options.attention == "plain":
             way = (*way, "plain")
@@ -172,14 +172,14 @@ def chosen(monkeypatch: pytest.MonkeyPatch, seconds: dict, **options: object) ->
             raise seconds[way]
         return seconds[way]
 
-    monkeypatch.setattr(StepTrial, "_seconds", measured)
+    monkeypatch.setattr(Autotuner, "_time_step", measured)
     recipe = (
         short_recipe(steps=10_000, precision="auto", compile="auto")
         if not options
         else short_recipe(steps=10_000, **options)
     )
-    trial = StepTrial(hw.build(Echo().model(), seed=0), recipe, torch.device("cpu"), [Echo().batch(0, 5)])
-    return trial.choose(), tried
+    trial = Autotuner(hw.build(Echo().model(), seed=0), recipe, torch.device("cpu"), [Echo().batch(0, 5)])
+    return trial.choose_options(), tried
 
 
 def test_all_settings_are_tried_and_the_fastest_is_taken(monkeypatch: pytest.MonkeyPatch):
@@ -249,7 +249,7 @@ def test_a_trial_changes_neither_weights_nor_random_state():
     expected = torch.rand(2)
     torch.manual_seed(3)
     recipe = short_recipe(precision="auto", compile="off", dropout=0.5)
-    StepTrial(net, recipe, torch.device("cpu"), [Echo().batch(0, 5)]).choose()
+    Autotuner(net, recipe, torch.device("cpu"), [Echo().batch(0, 5)]).choose_options()
     assert torch.equal(torch.rand(2), expected)
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
     assert all(p.grad is None for p in net.parameters())
@@ -257,7 +257,7 @@ def test_a_trial_changes_neither_weights_nor_random_state():
 
 def test_a_resumed_run_keeps_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     train(Echo(), recipe=short_recipe(precision="auto"), out=tmp_path)
-    monkeypatch.setattr(StepTrial, "choose", None)
+    monkeypatch.setattr(Autotuner, "choose_options", None)
     result = train(Echo(), recipe=short_recipe(precision="auto"), out=tmp_path, resume="allowed")
     notes = [r["says"] for r in read_lines(tmp_path / JsonlLogger.NAME) if r["event"] == "note"]
     assert result.precision in ("fp32", "bf16")

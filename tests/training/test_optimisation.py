@@ -16,7 +16,7 @@ from headwise.interfaces.axis_layout import AxisLayout
 from headwise.interfaces.core_types import AuxLosses
 from headwise.model_spec import WeightSpec
 from headwise.training import Recipe, loss, optimisers, recipe as recipes
-from headwise.training.evaluation import average_tallies
+from headwise.training.evaluation import average_metrics
 from headwise.training.recipe import SCHEDULES
 from headwise.training.train_step import StepOptions, choose_fastest, decide_compile, decide_compile_trial
 from headwise.training.training_run import count_batch_tokens, count_step_flops
@@ -341,7 +341,7 @@ def test_compiling_is_tried_only_where_it_can_pay_and_kept_only_where_it_does():
 
 
 def test_measures_are_means_over_all_that_was_counted():
-    assert average_tallies([{"a": (1.0, 2)}, {"a": (3.0, 2), "b": (0.0, 0)}]) == {"a": 1.0}
+    assert average_metrics([{"a": (1.0, 2)}, {"a": (3.0, 2), "b": (0.0, 0)}]) == {"a": 1.0}
 
 
 def test_a_step_is_worth_three_passes():

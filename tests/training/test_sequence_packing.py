@@ -27,7 +27,7 @@ from headwise.distributed.sharded_model import BatchForward, wrap_single_process
 from headwise.errors import SpecError
 from headwise.masking.sequence_info import SequenceInfo
 from headwise.training import Recipe, autotune, train
-from headwise.training.autotune import StepTrial
+from headwise.training.autotune import Autotuner
 from headwise.training.evaluation import TaskEvaluator
 from headwise.training.train_step import StepOptions, TrainStep, choose_row_layout
 from support.small_training import Echo, Routed, short_recipe
@@ -183,13 +183,13 @@ def trial(monkeypatch, seconds, task=None, **options):
     """What is chosen when steps take these seconds, by rows and attention."""
     task = task or Echo()
     batches = [task.batch(0, 8)]
-    step_trial = StepTrial(
+    step_trial = Autotuner(
         hw.build(task.model(), seed=0), short_recipe(**({"rows": "auto"} | options)), torch.device("cpu"), batches
     )
     monkeypatch.setattr(
-        StepTrial, "_seconds", lambda self, stepper: seconds[stepper.options.rows, stepper.options.attention]
+        Autotuner, "_time_step", lambda self, stepper: seconds[stepper.options.rows, stepper.options.attention]
     )
-    return step_trial.choose()
+    return step_trial.choose_options()
 
 
 def test_rows_are_packed_where_that_is_faster(monkeypatch):

@@ -48,14 +48,14 @@ class CallReport:
     signature: CallSignature
     size: CallSize | None  # None where the caller gave no length
     form: str  # the form of the project that runs, where it is not the spec's own
-    unsupported: dict[str, list[str]]  # why a backend does not run the call: a limit, or another is faster at this size
+    reasons_against: dict[str, list[str]]  # why a backend does not run the call: a limit, or another is faster
     length_ranges: list[tuple[int, str]]  # (least tokens of a row, backend that runs it from there on)
     notes: dict[str, list[str]]  # what a backend that supports the call does with it beyond the usual
 
     @property
     def backend(self) -> str | None:
         """The backend that runs the call: the first without a reason against it."""
-        return next((name for name, reasons in self.unsupported.items() if not reasons), None)
+        return next((name for name, reasons in self.reasons_against.items() if not reasons), None)
 
     @property
     def data(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class CallReport:
             "from": [{"keys": least, "runs": name} for least, name in self.length_ranges],
             "backends": [
                 {"name": name, "refuses": reasons, "notes": self.notes[name]}
-                for name, reasons in self.unsupported.items()
+                for name, reasons in self.reasons_against.items()
             ],
         }
 
@@ -101,9 +101,9 @@ class BackendReport:
         return self.call.backend
 
     @property
-    def unsupported(self) -> dict[str, list[str]]:
+    def reasons_against(self) -> dict[str, list[str]]:
         """The reasons against every backend for the call in question, in order of preference."""
-        return self.call.unsupported
+        return self.call.reasons_against
 
     @property
     def data(self) -> dict[str, Any]:
@@ -116,12 +116,15 @@ class BackendReport:
         return json.dumps(self.data, indent=2)
 
     def __str__(self) -> str:
-        width = max(map(len, self.unsupported))
+        width = max(map(len, self.reasons_against))
         lines = [*textwrap.wrap(_title(self.call), WIDTH), "", f"  {'backend'.ljust(width)}  answer"]
-        for name, reasons in self.unsupported.items():
-            answer = "runs this call" if name == self.backend else f"supports this call; {self.backend} is preferred"
-            text = "; ".join([f"no: {reason}" if not n else reason for n, reason in enumerate(reasons)])
-            lines += _table_row(name, width, text or "; ".join([answer, *self.call.notes[name]]))
+        for name, reasons in self.reasons_against.items():
+            text = (
+                f"no: {'; '.join(reasons)}"
+                if reasons
+                else "; ".join([_answer(self.call, name), *self.call.notes[name]])
+            )
+            lines += _table_row(name, width, text)
         lines += ["", *_summary(self.call)]
         if self.call.signature.is_packed:
             lines += textwrap.wrap(_packed_note(self.call), WIDTH)
@@ -150,7 +153,7 @@ def why(
 
     >>> import headwise as hw
     >>> reasons = why(hw.design(model=512, heads=8, pattern="causal"), want=["weights"])
-    >>> reasons.backend, reasons.unsupported["sdpa"]
+    >>> reasons.backend, reasons.reasons_against["sdpa"]
     ('dense', ['cannot show weights'])
     """
     if not isinstance(spec, AttentionSpec):
@@ -221,9 +224,26 @@ def _packed_note(report: CallReport) -> str:
     longest = int(takeover_size("varlen")) if varlen.supports_kernel(report.signature) else 0
     kernel = f"up to {longest} tokens in one kernel, longer ones " if longest else ""
     return (
-        f"Packed sequences run apart: {kernel}in groups of similar "
+        f"Packed sequences run separately: {kernel}in groups of similar "
         f"length, each on the backend of its length (up to {MAX_DENSE_LENGTH} tokens on the CPU: dense)."
     )
+
+
+def _answer(report: CallReport, name: str) -> str:
+    """Which calls a backend that supports the call runs: all, those of some lengths, or none."""
+    if report.size is not None or len(report.length_ranges) < 2:
+        return "runs this call" if name == report.backend else f"supports this call; {report.backend} is preferred"
+    starts = [least for least, _ in report.length_ranges]
+    ranges = zip(report.length_ranges, [*starts[1:], None], strict=True)
+    lengths = [_length_range(least, end) for (least, runs), end in ranges if runs == name]
+    return f"runs calls of {' and '.join(lengths)} keys" if lengths else "supports this call; never preferred"
+
+
+def _length_range(least: int, end: int | None) -> str:
+    """Numbers of keys from `least` to `end` without it, as text."""
+    if end is None:
+        return f"{least:,} or more"
+    return f"{least:,} to {end - 1:,}" if least else f"up to {end - 1:,}"
 
 
 def _summary(report: CallReport) -> list[str]:

@@ -83,15 +83,15 @@ def executed_flops(call: CallSignature, size: CallSize) -> int:
 def attend(
     call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
-    """Per-head outputs o_BTHV."""
+    """Per-head outputs o_BTRV."""
     q, k, v = (t.to(call.dtype) for t in inputs[:3])
     plan = BlockedMatmulPlan(
         tuple(_make_causal_blocks(attention_mask, q)),
         inputs.query_context.scale,
         saves_weights_for_backward(k.shape[1]),
     )
-    o_BTHV: Tensor = _BlockedMatmulAttention.apply(q, k, v, plan)
-    return o_BTHV
+    o_BTRV: Tensor = _BlockedMatmulAttention.apply(q, k, v, plan)
+    return o_BTRV
 
 
 def saves_weights_for_backward(keys: int) -> bool:

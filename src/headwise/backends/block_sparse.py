@@ -285,7 +285,7 @@ class BlockSparseCall:
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *fields: Any) -> tuple[Tensor, Tensor]:
-    """Outputs o_BTHV and the log-sum-exp l_BTH of the scores, for q_BTHK, k_BSGK and v_BSGV.
+    """Outputs o_BTRV and the log-sum-exp l_BTH of the scores, for q_BTHK, k_BSGK and v_BSGV.
 
     `sinks` [H] adds one score per head to every row of scores; it has no value. `fields` are those of BlockSparseArgs.
     """
@@ -455,7 +455,7 @@ def count_formed_pairs(call: CallSignature, size: CallSize) -> int:
 def attend(
     call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
-    """Per-head outputs o_BTHV."""
+    """Per-head outputs o_BTRV."""
     if not _has_cpu_kernel(call) or is_under_functorch():
         return _attend_per_block(call, attention_mask, inputs, steps)
     queries, keys = attention_mask.queries, attention_mask.keys

@@ -37,13 +37,13 @@ class RecomputePlan(NamedTuple):
 
 
 def attend_recomputed(plan: RecomputePlan, inputs: CoreInputs, learned: Sequence[Tensor]) -> Tensor:
-    """Outputs o_BTHV of all blocks, with gradients for the inputs and for the parameters `learned`."""
+    """Outputs o_BTRV of all blocks, with gradients for the inputs and for the parameters `learned`."""
     tensors = [*_tensors_of(inputs), *learned]
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors) or _must_keep_graph(inputs, learned):
         return torch.cat([plan.attend_block(block, slice_inputs(inputs, block)) for block in plan.blocks], 1)
     empty = _replace_tensors(inputs._replace(gates=()), [inputs.q.detach()[:0]] * (len(tensors) - len(learned)))
-    o_BTHV: Any = _RecomputedBlocks.apply(plan, empty, *tensors)
-    return o_BTHV
+    o_BTRV: Any = _RecomputedBlocks.apply(plan, empty, *tensors)
+    return o_BTRV
 
 
 def _must_keep_graph(inputs: CoreInputs, learned: Sequence[Tensor]) -> bool:
@@ -103,8 +103,8 @@ class _RecomputedBlocks(torch.autograd.Function):
                 _restored_rng_state(tensors[0].device, rng_states),
             ):
                 leaves = sums.make_leaves(_tensors_of(part))
-                o_BTHV = ctx.plan.attend_block(block, _replace_tensors(part, leaves))
-            sums.add_block(block, o_BTHV, leaves, grads[0][:, block.queries.start : block.queries.stop])
+                o_BTRV = ctx.plan.attend_block(block, _replace_tensors(part, leaves))
+            sums.add_block(block, o_BTRV, leaves, grads[0][:, block.queries.start : block.queries.stop])
         return None, None, *sums.all
 
 
@@ -119,13 +119,13 @@ class _GradientSums:
         """Leaf tensors for the inputs of a block, whose gradients can be taken."""
         return [part.detach().requires_grad_(need) for part, need in zip(parts, self.needed, strict=False)]
 
-    def add_block(self, block: QueryBlock, o_BTHV: Tensor, leaves: Sequence[Tensor], grad_BTHV: Tensor) -> None:
+    def add_block(self, block: QueryBlock, o_BTRV: Tensor, leaves: Sequence[Tensor], grad_BTRV: Tensor) -> None:
         """Add the gradients of one block."""
-        if not o_BTHV.requires_grad:
+        if not o_BTRV.requires_grad:
             return
         numbers = [n for n, need in enumerate(self.needed) if need]
         tensors = [leaves[n] if n < len(leaves) else self.learned[n - len(leaves)] for n in numbers]
-        grads = torch.autograd.grad(o_BTHV, tensors, grad_BTHV, allow_unused=True)
+        grads = torch.autograd.grad(o_BTRV, tensors, grad_BTRV, allow_unused=True)
         for n, grad in zip(numbers, grads, strict=True):
             if grad is not None:
                 ranges = None if n >= len(leaves) else (block.queries,) if n < NUM_QUERY_TENSORS else block.keys
@@ -202,7 +202,7 @@ def executed_flops(call: CallSignature, size: CallSize) -> int:
 def attend(
     call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
-    """Per-head outputs o_BTHV. The backward pass recomputes the scores of each block, so none are saved."""
+    """Per-head outputs o_BTRV. The backward pass recomputes the scores of each block, so none are saved."""
     blocks = CallBlocks(attention_mask, inputs)
     if len(blocks.all) == 1:  # saves what `dense` saves, because recomputing a single block saves no memory
         plain = torch.is_grad_enabled() and not _can_gather_values(call)

@@ -40,7 +40,7 @@ def executed_flops(call: CallSignature, size: CallSize) -> int:
 def attend_all_pairs(
     call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
-    """Per-head outputs o_BTHV, one head for each row of weights that reads values."""
+    """Per-head outputs o_BTRV, one head for each row of weights that reads values."""
     s_BHTS = _scores(call, inputs, steps)  # 3 compare
     exact = torch.promote_types(s_BHTS.dtype, torch.float32)
     s_BHTS = s_BHTS.to(exact)
@@ -66,10 +66,10 @@ def attend_all_pairs(
         w_BHTS = w_BHTS.index_select(1, torch.tensor(steps.selected_rows, device=w_BHTS.device))
     if probe is not None:
         w_BHTS = probe("weights", w_BHTS)
-    o_BHTV = _weighted_values(w_BHTS.to(inputs.v.dtype), inputs.v, call)  # 8 gather values
+    o_BRTV = _weighted_values(w_BHTS.to(inputs.v.dtype), inputs.v, call)  # 8 gather values
     for step, p in steps.values:
-        o_BHTV = o_BHTV + step.weighted_values(w_BHTS, attention_mask.i, attention_mask.j, p).to(o_BHTV.dtype)
-    return o_BHTV.transpose(1, 2)
+        o_BRTV = o_BRTV + step.weighted_values(w_BHTS, attention_mask.i, attention_mask.j, p).to(o_BRTV.dtype)
+    return o_BRTV.transpose(1, 2)
 
 
 attend = attend_all_pairs  # only dispatch calls `attend`; other backends call `attend_all_pairs` for their blocks

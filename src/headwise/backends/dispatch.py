@@ -1,6 +1,6 @@
-"""The choice of a backend: the one place that sees a whole call, and the only one that passes a call to a backend.
+"""Chooses the backend that computes the core of a call, and runs it; no other module does either.
 
-A call becomes known in two steps. Its `CallSignature` (spec, dtype, device, gradients, probes) is known before any
+The choice has two steps. Its `CallSignature` (spec, dtype, device, gradients, probes) is known before any
 tensor is computed: `make_dispatch` keeps the backends that support it, and refuses the call if none does. Its sizes and
 its mask are known once queries and keys exist: `CoreDispatch.select` skips backends that cannot run these tensors
 (`tensor_conflicts`) or that were measured to be slower for this size (`slower_reasons`), and the first that remains
@@ -58,8 +58,9 @@ BACKENDS: dict[str, ModuleType] = {
     "dense": dense,
 }
 
-SINGLE_CALL_BACKENDS = ("sdpa", "bf16_matmul", "flash_cpu", "block_sparse")  # plain operations beat them on few tokens
-KEY_POINTS = ("block_sparse", "linear", "routed", "flash_cpu", "bf16_matmul", "bf16_matmul_gradients")
+SLOWER_THAN_DENSE_IF_SHORT = ("sdpa", "bf16_matmul", "flash_cpu", "block_sparse")
+# Take-over points that are numbers of keys.
+POINTS_IN_KEYS = ("block_sparse", "linear", "routed", "flash_cpu", "bf16_matmul", "bf16_matmul_gradients")
 LONGEST = CallSize(1, 2**62, 2**62, 2**62)  # a size beyond every finite take-over point
 MAX_COUNTED_KEYS = 2**14  # keys up to which the pairs of a pattern are counted to know the shape of its mask
 MAX_DENSE_LENGTH = 32  # tokens of a packed sequence up to which plain operations take less time on a CPU
@@ -72,31 +73,31 @@ class CoreDispatch:
     It holds names and not modules, so that a layer which keeps one can be copied and pickled.
     """
 
-    call: CallSignature
+    signature: CallSignature
     backend_names: tuple[str, ...]
     is_named_by_caller: bool = False
 
     def attend(
         self, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
     ) -> Tensor:
-        """Per-head outputs o_BTHV, computed by the backend that `select` names."""
+        """Per-head outputs o_BTRV, computed by the backend that `select` names."""
         backend = BACKENDS[self.select(attention_mask, inputs)]
-        outputs: Tensor = backend.attend(self.call, attention_mask, inputs, steps, probe)
+        outputs: Tensor = backend.attend(self.signature, attention_mask, inputs, steps, probe)
         return outputs
 
     def select(self, attention_mask: AttentionMask, inputs: CoreInputs) -> str:
         """The name of the backend that runs these tensors."""
         batch, queries, keys = *inputs.q.shape[:2], attention_mask.keys.count
-        if not (batch and queries and keys) and not dense.unsupported_reasons(self.call):
+        if not (batch and queries and keys) and not dense.unsupported_reasons(self.signature):
             return "dense"  # nothing is computed, and the kernels need not know such calls
         size = self._decisive_size(CallSize(batch, queries, 0, keys))
-        shape = "any" if size is LONGEST else "" if self.call.single_query else attention_mask.shape
+        shape = "any" if size is LONGEST else "" if self.signature.single_query else attention_mask.shape
         conflicts: dict[str, list[str]] = {}
         for name in self.backend_names:
             backend = BACKENDS[name]
-            if not self.is_named_by_caller and backend.slower_reasons(self.call, size, shape):
+            if not self.is_named_by_caller and backend.slower_reasons(self.signature, size, shape):
                 continue
-            if not (reasons := backend.tensor_conflicts(self.call, attention_mask, inputs)):
+            if not (reasons := backend.tensor_conflicts(self.signature, attention_mask, inputs)):
                 return name
             conflicts[name] = reasons
         raise NoBackend(_refusal(conflicts, self.is_named_by_caller))
@@ -106,20 +107,21 @@ class CoreDispatch:
         if self.is_named_by_caller:
             return self.backend_names[0]
         size = self._decisive_size(size)
-        shape = "any" if size is LONGEST else contiguous_mask_shape(self.call, size)
-        fitting = (n for n in self.backend_names if not BACKENDS[n].slower_reasons(self.call, size, shape))
+        shape = "any" if size is LONGEST else contiguous_mask_shape(self.signature, size)
+        fitting = (n for n in self.backend_names if not BACKENDS[n].slower_reasons(self.signature, size, shape))
         return next(fitting, self.backend_names[-1])
 
     def _decisive_size(self, size: CallSize) -> CallSize:
         # A compiled graph serves every length, so a choice by length would recompile it for each.
-        return LONGEST if self.call.is_compiling or self.is_named_by_caller else size
+        return LONGEST if self.signature.is_compiling or self.is_named_by_caller else size
 
 
 @dataclass(frozen=True)
 class PackedDispatch:
-    """Runs every sequence of packed rows apart: in one kernel, or in groups of similar length.
+    """Runs every sequence of packed rows on its own: all in one kernel, or in groups of similar length.
 
-    Named by the caller, a backend runs every group; otherwise plain operations run groups of short sequences.
+    `groups` selects a backend for each group. A backend that the caller names runs every group; otherwise `dense` runs
+    groups of short sequences.
     """
 
     groups: CoreDispatch
@@ -127,18 +129,18 @@ class PackedDispatch:
     def attend(
         self, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
     ) -> Tensor:
-        """Per-head outputs o_BTHV."""
+        """Per-head outputs o_BTRV."""
         if self._uses_kernel(attention_mask, inputs.q.dtype):
             return varlen.attend_by_kernel(attention_mask, inputs)
         plan, outputs = varlen.group_plan(attention_mask), list[Tensor]()
         for (queries, keys), group in zip(plan.groups, varlen.group_inputs(plan, inputs, steps), strict=True):
             group_mask = AttentionMask(queries, keys, attention_mask.pattern)
             backend = BACKENDS[self._select_for_group(group_mask, group)]
-            outputs.append(backend.attend(self.groups.call, group_mask, group, steps, None))
+            outputs.append(backend.attend(self.groups.signature, group_mask, group, steps, None))
         return plan.queries.scatter_groups(outputs).unflatten(0, inputs.q.shape[:2])
 
     def _uses_kernel(self, attention_mask: AttentionMask, dtype: torch.dtype) -> bool:
-        if self.groups.is_named_by_caller or not varlen.supports_kernel(self.groups.call):
+        if self.groups.is_named_by_caller or not varlen.supports_kernel(self.groups.signature):
             return False
         if varlen.kernel_plan(attention_mask).longest > takeover_size("varlen"):
             return False
@@ -147,8 +149,8 @@ class PackedDispatch:
     def _select_for_group(self, group_mask: AttentionMask, group: CoreInputs) -> str:
         name = self.groups.select(group_mask, group)
         longest = max(group_mask.queries.count, group_mask.keys.count)
-        short = longest <= MAX_DENSE_LENGTH and self.groups.call.device == "cpu"
-        return "dense" if short and name in SINGLE_CALL_BACKENDS and not self.groups.is_named_by_caller else name
+        short = longest <= MAX_DENSE_LENGTH and self.groups.signature.device == "cpu"
+        return "dense" if short and name in SLOWER_THAN_DENSE_IF_SHORT and not self.groups.is_named_by_caller else name
 
 
 def make_dispatch(call: CallSignature, backend_name: str | None = None) -> CoreDispatch:
@@ -257,7 +259,7 @@ def contiguous_mask_shape(call: CallSignature, size: CallSize) -> str:
 
 def _deciding_lengths(call: CallSignature) -> list[int]:
     first, last = call.spec.pattern.retention
-    sizes = [takeover_size(point) for point in KEY_POINTS]
+    sizes = [takeover_size(point) for point in POINTS_IN_KEYS]
     if per_token := ragged_decode.bytes_per_token(call):
         sizes.append(ragged_decode.min_bytes(call) / per_token)
     lengths = {1, *(math.ceil(size) for size in sizes if 0 < size < math.inf)}

@@ -69,7 +69,7 @@ def _num_kernel_kv_heads(call: CallSignature) -> int:
 def attend(
     call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
-    """Per-head outputs o_BTHV."""
+    """Per-head outputs o_BTRV."""
     q, k, v = inputs.q, inputs.k, inputs.v
     ranges = _key_ranges(attention_mask, q)
     assert ranges is not None, "tensor_conflicts refuses such a mask"

@@ -95,7 +95,7 @@ class _FlexPair:
 def attend(
     call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
-    """Per-head outputs o_BTHV."""
+    """Per-head outputs o_BTRV."""
     q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
     batch = q.shape[0]
     query_position, key_position = (

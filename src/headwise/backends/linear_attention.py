@@ -88,7 +88,7 @@ def values_per_row(inputs: CoreInputs, call: CallSignature) -> tuple[Tensor, Ten
 def attend(
     call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
-    """Per-head outputs o_BTHV: weighted sums of values, over the state and the keys, divided by the sums of weights."""
+    """Per-head outputs o_BTRV: weighted sums of values, over the state and the keys, divided by the sums of weights."""
     q_BHTK = inputs.q.transpose(1, 2)
     if steps.selected_rows is not None:
         q_BHTK = q_BHTK.index_select(1, torch.tensor(steps.selected_rows, device=q_BHTK.device))

@@ -383,7 +383,7 @@ def _pairs_of_chunks(rate: Fraction, size: CallSize, causal: bool) -> Fraction:
 def attend(
     call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
-    """Per-head outputs o_BTHV, zero for closed heads."""
+    """Per-head outputs o_BTRV, zero for closed heads."""
     q, k, v = inputs.q, inputs.k, inputs.v
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
@@ -395,8 +395,8 @@ def attend(
         packed = pack_open_queries(opened, k.shape[2], reading.is_full_or_causal) if lines is None else []
     if lines is not None:
         return gathered_attention(q, k, v, lines.kernel_args, inputs.query_context.scale, lines.num_pairs)[0]
-    o_BTHV: Tensor = _RoutedAttention.apply(q, k, v, packed, (reading, inputs.query_context.scale))
-    return o_BTHV
+    o_BTRV: Tensor = _RoutedAttention.apply(q, k, v, packed, (reading, inputs.query_context.scale))
+    return o_BTRV
 
 
 def _open_heads(call: CallSignature, inputs: CoreInputs) -> Tensor:

@@ -99,7 +99,7 @@ def num_sink_columns(call: CallSignature) -> int:
 def fused_attention(
     call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
-    """Per-head outputs o_BTHV."""
+    """Per-head outputs o_BTRV."""
     q_BHTK = inputs.q.transpose(1, 2)
     grouped = call.group_size > 0
     k, v = (

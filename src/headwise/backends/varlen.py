@@ -137,7 +137,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def attend_by_kernel(attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
-    """Per-head outputs o_BTHV of all sequences, in one call of the kernel."""
+    """Per-head outputs o_BTRV of all sequences, in one call of the kernel."""
     qkv = [t.flatten(0, 1).to(compute_dtype(inputs.q.dtype)) for t in inputs[:3]]
     causal, scale = attention_mask.pattern == Causal(), inputs.query_context.scale
     o = attend_varlen(qkv, *kernel_plan(attention_mask), causal, scale)

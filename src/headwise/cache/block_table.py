@@ -90,7 +90,10 @@ class PageAllocator:
 
 
 class RetentionGroup(NamedTuple):
-    """Layers that retain the same tokens, the `first` and the latest `last` (None: all), in pages of `page` tokens."""
+    """Layers whose patterns have the same `KeyRetention`: the `first` tokens and the latest `last` (None: all).
+
+    Their tokens lie in pages of `page` tokens.
+    """
 
     first: int
     last: int | None
@@ -140,13 +143,13 @@ class TensorPlacement(NamedTuple):
 class PageLayout:
     """Layout of a page: the retention groups of the layers, and the location of each layer's tensors by name.
 
-    All pages have `numbers` elements: `page` tokens of the group with the most elements per token. Groups with fewer
+    All pages have `numel` elements: `page` tokens of the group with the most elements per token. Groups with fewer
     elements per token store more tokens in a page.
 
     >>> import headwise as hw
     >>> near, far = (hw.design(model=8, heads=2, pattern=pattern) for pattern in ("window(5)", "causal"))
     >>> paging = PageLayout.for_specs([near, near, far], page=4)
-    >>> paging.groups, paging.numbers  # 2 layers x 16 numbers x 4 tokens
+    >>> paging.groups, paging.numel  # 2 layers x 16 elements x 4 tokens
     ((RetentionGroup(first=0, last=5, page=4), RetentionGroup(first=0, last=None, page=8)), 128)
     >>> paging.layers[1]["v"]
     TensorPlacement(group=0, start=96, heads=2, width=4, shape=(2, 4))
@@ -154,30 +157,30 @@ class PageLayout:
 
     groups: tuple[RetentionGroup, ...]
     layers: tuple[Mapping[str, TensorPlacement], ...]
-    numbers: int
+    numel: int
     page: int
 
     @staticmethod
     def for_specs(specs: Sequence[AttentionSpec], page: int) -> PageLayout:
         """Return the layout for layers with these specs, in order."""
         check_page(page)
-        memories = list(dict.fromkeys(spec.pattern.retention for spec in specs))
-        totals = [sum(_width(spec) for spec in specs if spec.pattern.retention == memory) for memory in memories]
-        numbers = page * max(totals, default=0)
-        keeps = [
-            RetentionGroup(*memory, numbers // (page * total) * page)
-            for memory, total in zip(memories, totals, strict=True)
+        retentions = list(dict.fromkeys(spec.pattern.retention for spec in specs))
+        widths = [sum(_width(spec) for spec in specs if spec.pattern.retention == shared) for shared in retentions]
+        numel = page * max(widths, default=0)
+        groups = [
+            RetentionGroup(*retention, numel // (page * width) * page)
+            for retention, width in zip(retentions, widths, strict=True)
         ]
-        starts = [0] * len(memories)
+        starts = [0] * len(groups)
         layers: list[Mapping[str, TensorPlacement]] = []
         for spec in specs:
-            group, places = memories.index(spec.pattern.retention), dict[str, TensorPlacement]()
+            index, places = retentions.index(spec.pattern.retention), dict[str, TensorPlacement]()
             for name, shape in spec.kv_entry_shapes().items():
                 heads = shape[0] if len(shape) > 1 else 1
-                places[name] = TensorPlacement(group, starts[group], heads, prod(shape) // heads, shape)
-                starts[group] += keeps[group].page * prod(shape)
+                places[name] = TensorPlacement(index, starts[index], heads, prod(shape) // heads, shape)
+                starts[index] += groups[index].page * prod(shape)
             layers.append(places)
-        return PageLayout(tuple(keeps), tuple(layers), numbers, page)
+        return PageLayout(tuple(groups), tuple(layers), numel, page)
 
     @property
     def widest(self) -> int:
@@ -223,34 +226,35 @@ class PageChanges(NamedTuple):
 class BlockTables:
     """Block tables of all rows: pages are added as tokens arrive, shared for equal prefixes, and freed when unreadable.
 
-    >>> book = BlockTables(PageLayout((RetentionGroup(0, None, 4),), (), 0, page=4), count=9)
-    >>> one = book.new_sequence()
-    >>> _ = book.append_slots([one], [10])
+    >>> block_tables = BlockTables(PageLayout((RetentionGroup(0, None, 4),), (), 0, page=4), count=9)
+    >>> one = block_tables.new_sequence()
+    >>> _ = block_tables.append_slots([one], [10])
     >>> one.length = 10
-    >>> book.publish_prefix(one, range(10))
-    >>> two = book.new_sequence()
-    >>> book.reuse_prefix(two, book.find_prefix(two, [*range(9), 77]))  # two pages are full; the third is its own
-    >>> two.length, book.pages.num_allocated
+    >>> block_tables.publish_prefix(one, range(10))
+    >>> two = block_tables.new_sequence()
+    >>> length = block_tables.find_prefix(two, [*range(9), 77])  # the third page is not full, so it is not shared
+    >>> block_tables.reuse_prefix(two, length)
+    >>> two.length, block_tables.pages.num_allocated
     (8, 3)
     """
 
     def __init__(self, paging: PageLayout, count: int) -> None:
-        self.keeps, self.page, self.pages = paging.groups, paging.page, PageAllocator(count)
-        self._unit = lcm(*(keep.page for keep in paging.groups))
+        self.groups, self.page, self.pages = paging.groups, paging.page, PageAllocator(count)
+        self._unit = lcm(*(group.page for group in paging.groups))
 
-    def new_sequence(self, need: tuple[int, ...] = (), root: bytes = b"") -> PagedSequence:
+    def new_sequence(self, reserved_pages: tuple[int, ...] = (), namespace: bytes = b"") -> PagedSequence:
         """Return a row without tokens."""
-        return PagedSequence(tuple({} for _ in self.keeps), need, root)
+        return PagedSequence(tuple({} for _ in self.groups), reserved_pages, namespace)
 
     def append_slots(self, rows: Sequence[PagedSequence], counts: Sequence[int]) -> PageChanges:
         """Free pages that no later query attends to and allocate pages for `counts` new tokens; all or nothing."""
         for row in rows:
-            self._release_unreadable(row)
+            self._free_unreadable_pages(row)
         touched = [
-            (row, group, number, row.length + count)
+            (row, index, number, row.length + count)
             for row, count in zip(rows, counts, strict=True)
-            for group, keep in enumerate(self.keeps)
-            for number in range(row.length // keep.page, -(-(row.length + count) // keep.page))
+            for index, group in enumerate(self.groups)
+            for number in range(row.length // group.page, -(-(row.length + count) // group.page))
         ]
         fresh = [spot for spot in touched if spot[2] not in spot[0].tables[spot[1]]]
         shared = [(row, g, n) for row, g, n, _ in touched if n in row.tables[g] and self._shared(row.tables[g][n])]
@@ -260,13 +264,13 @@ class BlockTables:
                 "wait until a sequence is freed, or make a pool with more pages"
             )
         changes = PageChanges([], [])
-        for row, group, number, end in fresh:
-            row.tables[group][number] = page = self.pages.allocate()
-            if (number + 1) * self.keeps[group].page > end:
+        for row, index, number, end in fresh:
+            row.tables[index][number] = page = self.pages.allocate()
+            if (number + 1) * self.groups[index].page > end:
                 changes.emptied.append(page)  # stale values may be NaN, and NaN times a zero weight is NaN
-        for row, group, number in shared:
-            if self._shared(old := row.tables[group][number]):  # the last holder keeps the page
-                row.tables[group][number] = new = self.pages.allocate()
+        for row, index, number in shared:
+            if self._shared(old := row.tables[index][number]):  # the last holder keeps the page
+                row.tables[index][number] = new = self.pages.allocate()
                 self.pages.release(old)
                 changes.copied.append((old, new))
         return changes
@@ -287,30 +291,30 @@ class BlockTables:
         """Release all pages of a row, the last first, so that prefixes stay findable longest."""
         for page in reversed(list(_all_pages(row))):
             self.pages.release(page)
-        row.tables = tuple({} for _ in self.keeps)
+        row.tables = tuple({} for _ in self.groups)
 
-    def find_prefix(self, row: PagedSequence, ids: Sequence[int], opening: int = 0) -> int:
+    def find_prefix(self, row: PagedSequence, ids: Sequence[int], min_length: int = 0) -> int:
         """Return the length of the longest cached prefix of these ids, in full pages and shorter than all ids.
 
-        A prefix shorter than `opening` counts as 0, because those tokens must be appended together.
+        A prefix shorter than `min_length` counts as 0, because those tokens must be appended together.
         """
-        if not self.keeps:
+        if not self.groups:
             return 0
         self._hash(row, ids)
         most = (len(ids) - 1) // self._unit * self._unit
-        for group, keep in enumerate(self.keeps):
-            if keep.last is None:
-                missing = (n for n in range(most // keep.page) if self._find(row, group, n) is None)
-                most = next(missing, most // keep.page) * keep.page // self._unit * self._unit
-        ends = range(most, max(opening, 1) - 1, -self._unit)
+        for index, group in enumerate(self.groups):
+            if group.last is None:
+                missing = (n for n in range(most // group.page) if self._find(row, index, n) is None)
+                most = next(missing, most // group.page) * group.page // self._unit * self._unit
+        ends = range(most, max(min_length, 1) - 1, -self._unit)
         return next((end for end in ends if all(p is not None for _, _, p in self._prefix_pages(row, end))), 0)
 
     def reuse_prefix(self, row: PagedSequence, length: int) -> None:
         """Start a row with the `length` prefix tokens that `find_prefix` has found."""
-        for group, number, page in list(self._prefix_pages(row, length)):
+        for index, number, page in list(self._prefix_pages(row, length)):
             assert page is not None
             self.pages.add_reference(page)
-            row.tables[group][number] = page
+            row.tables[index][number] = page
         row.length = row.num_published = length
 
     def next_hashes(self, row: PagedSequence, ids: Sequence[int], length: int) -> bytes | None:
@@ -324,10 +328,10 @@ class BlockTables:
     def publish_prefix(self, row: PagedSequence, ids: Sequence[int]) -> None:
         """Name the full pages of a row by the hash of their ids, so that `find_prefix` finds them."""
         self._hash(row, ids)
-        for group, keep in enumerate(self.keeps):
-            for number in range(row.num_published // keep.page, row.length // keep.page):
-                if number in row.tables[group]:
-                    self.pages.name(row.tables[group][number], (group, self._block_hash(row, group, number)))
+        for index, group in enumerate(self.groups):
+            for number in range(row.num_published // group.page, row.length // group.page):
+                if number in row.tables[index]:
+                    self.pages.name(row.tables[index][number], (index, self._block_hash(row, index, number)))
         row.num_published = row.length
 
     def num_reserved_pages(self, rows: Iterable[PagedSequence]) -> int:
@@ -337,33 +341,33 @@ class BlockTables:
         alone, and a page that is shared now may outlast one of its holders, so it counts in addition.
         """
         rows, total = list(rows), 0
-        for group, keep in enumerate(self.keeps):
-            references = Counter(page for row in rows for page in row.tables[group].values())
-            total += sum(row.reserved_pages[group] for row in rows)
-            if keep.last is None:
+        for index, group in enumerate(self.groups):
+            references = Counter(page for row in rows for page in row.tables[index].values())
+            total += sum(row.reserved_pages[index] for row in rows)
+            if group.last is None:
                 total += len(references) - references.total()
             else:
                 total += sum(count > 1 for count in references.values())
         return total
 
-    def _release_unreadable(self, row: PagedSequence) -> None:
-        for keep, table in zip(self.keeps, row.tables, strict=True):
-            if keep.last is not None:
-                visible = set(keep.visible_pages(row.length))
+    def _free_unreadable_pages(self, row: PagedSequence) -> None:
+        for group, table in zip(self.groups, row.tables, strict=True):
+            if group.last is not None:
+                visible = set(group.visible_pages(row.length))
                 for number in [number for number in table if number not in visible]:
                     self.pages.release(table.pop(number))
 
     def _prefix_pages(self, row: PagedSequence, length: int) -> Iterator[tuple[int, int, int | None]]:
-        """Yield group, page index and cached page (or None) of all pages visible after `length` tokens."""
-        for group, keep in enumerate(self.keeps):
-            for number in keep.visible_pages(length):
-                yield group, number, self._find(row, group, number)
+        """Yield the group's index, page index and cached page (or None) of all pages visible after `length` tokens."""
+        for index, group in enumerate(self.groups):
+            for number in group.visible_pages(length):
+                yield index, number, self._find(row, index, number)
 
-    def _find(self, row: PagedSequence, group: int, number: int) -> int | None:
-        return self.pages.find((group, self._block_hash(row, group, number)))
+    def _find(self, row: PagedSequence, index: int, number: int) -> int | None:
+        return self.pages.find((index, self._block_hash(row, index, number)))
 
-    def _block_hash(self, row: PagedSequence, group: int, number: int) -> bytes:
-        return row.block_hashes[(number + 1) * self.keeps[group].page // self.page - 1]
+    def _block_hash(self, row: PagedSequence, index: int, number: int) -> bytes:
+        return row.block_hashes[(number + 1) * self.groups[index].page // self.page - 1]
 
     def _hash(self, row: PagedSequence, ids: Sequence[int]) -> None:
         for start in range(len(row.block_hashes) * self.page, len(ids) - self.page + 1, self.page):

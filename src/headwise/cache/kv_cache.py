@@ -25,21 +25,21 @@ class FullVisibility:
     [True, False]
     """
 
-    def __init__(self, pattern: Pattern, least: int = 0) -> None:
-        self._pattern, self._least = pattern, least
-        self.known, self._all = 0, False  # number of tokens up to which pairs have been counted
+    def __init__(self, pattern: Pattern, min_counted: int = 0) -> None:
+        self._pattern, self._min_counted = pattern, min_counted
+        self.num_counted, self._is_full = 0, False  # pairs are counted up to this number of tokens
 
-    def sees_all(self, used: int, rule: Callable[[], Pattern]) -> bool:
-        """Return whether each of the first `used` tokens sees all tokens that `rule` retains.
+    def sees_all(self, used: int, retained: Callable[[], Pattern]) -> bool:
+        """Return whether each of the first `used` tokens sees all tokens of the pattern that `retained` returns.
 
-        Always pass the same rule. It is not stored: a bound method of the cache would make a reference cycle.
+        Always pass the same function. It is not stored: a bound method of the cache would make a reference cycle.
         """
-        if used > self.known:
-            first, self.known = not self.known, 64 * max(used, self._least)
-            span = range(self.known)
-            if self._all or first:  # once unequal, always unequal
-                self._all = (self._pattern & Causal()).pairs(span, span) == rule().pairs(span, span)
-        return self._all
+        if used > self.num_counted:
+            first, self.num_counted = not self.num_counted, 64 * max(used, self._min_counted)
+            span = range(self.num_counted)
+            if self._is_full or first:  # once unequal, always unequal
+                self._is_full = (self._pattern & Causal()).pairs(span, span) == retained().pairs(span, span)
+        return self._is_full
 
 
 def retained_tokens(pattern: Pattern) -> Pattern:
@@ -71,12 +71,12 @@ class KVCache(ABC):
 
     def __init__(self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         self.spec, self.batch, self.dtype, self.device = spec, batch, dtype, device
-        self._opening = spec.pattern.tokens_before_decode
+        self._prefix_length = spec.pattern.tokens_before_decode
         self.used = 0  # tokens appended, padding included
         self.uniform = True  # every row holds positions 0 .. used - 1 of segment 0, known without a device sync
-        self.single = True  # every token so far is in segment 0
-        self._settles = 1  # number of tokens after which all decode steps run the same operations
-        self._reach: FullVisibility | None = None
+        self.is_single_segment = True  # every token so far is in segment 0
+        self._num_warmup_tokens = 1  # number of tokens after which all decode steps run the same operations
+        self._visibility: FullVisibility | None = None
         self._last = torch.full((batch,), -1, dtype=torch.int64, device=device)
         self._zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._segment = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -118,17 +118,17 @@ class KVCache(ABC):
         return ContiguousCache(spec, (batch, capacity), storage)
 
     @abstractmethod
-    def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+    def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         """Store these tokens; return the kv entry that their queries attend to, and the positions of its tokens."""
 
-    def extend(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+    def extend(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         """Append these tokens; return the keys and values that their queries attend to, in the layer's own dtype."""
-        entry, sequence = _without_empty_slots(*self.append(entry, at))
-        return (self.dequantised(entry) if at.count == 1 else entry), sequence
+        entry, sequence = _without_empty_slots(*self.append(entry, new_tokens))
+        return (self.dequantize(entry) if new_tokens.count == 1 else entry), sequence
 
-    def extend_in_place(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+    def extend_in_place(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         """`extend` for backends that read the cache in its storage format."""
-        return _without_empty_slots(*self.append(entry, at))
+        return _without_empty_slots(*self.append(entry, new_tokens))
 
     @abstractmethod
     def select_rows(self, index: Tensor) -> None:
@@ -144,7 +144,7 @@ class KVCache(ABC):
         """Format in which keys and values are stored; None for the layer's own dtype."""
         return None
 
-    def dequantised(self, entry: KVEntry) -> KVEntry:
+    def dequantize(self, entry: KVEntry) -> KVEntry:
         """Convert the entry that `append` returned for a single token to the layer's own dtype."""
         return entry
 
@@ -156,8 +156,8 @@ class KVCache(ABC):
     @property
     def is_predictable(self) -> bool:
         """Whether the next decode step repeats the operations of the last one, so that one graph serves both."""
-        counted = self._reach is None or self.used < self._reach.known
-        return self.uniform and self.used >= self._settles and counted
+        counted = self._visibility is None or self.used < self._visibility.num_counted
+        return self.uniform and self.used >= self._num_warmup_tokens and counted
 
     def next_positions(self, count: int) -> SequenceInfo:
         """Return the default positions of the next `count` tokens: after the last token of each row."""
@@ -179,40 +179,44 @@ class KVCache(ABC):
                 f"this cache is {self.dtype} on {self.device} but x is {x.dtype} on {x.device}; make a cache to match"
             )
 
-    def _advance(self, at: SequenceInfo) -> None:
+    def _record_tokens(self, new_tokens: SequenceInfo) -> None:
         """Record the positions of new tokens; raise before any change if they are invalid."""
-        if self._opening:
-            self._check_prefix_whole(at, self._opening)
-        if self.uniform and at.start == self.used:
-            self.used += at.count
+        if self._prefix_length:
+            self._check_prefix_whole(new_tokens, self._prefix_length)
+        if self.uniform and new_tokens.start == self.used:
+            self.used += new_tokens.count
             return
         last = torch.full_like(self._last, self.used - 1) if self.uniform else self._last
-        self._check_order(last, at)
+        self._check_order(last, new_tokens)
         self._last, self.uniform = last, False
-        self.single = self.single and not bool((at.segment > 0).any())
-        self.used += at.count
-        if at.count:
-            self._follow(at)
+        self.is_single_segment = self.is_single_segment and not bool((new_tokens.segment > 0).any())
+        self.used += new_tokens.count
+        if new_tokens.count:
+            self._update_last_positions(new_tokens)
 
-    def _check_prefix_whole(self, at: SequenceInfo, opening: int) -> None:
+    def _check_prefix_whole(self, new_tokens: SequenceInfo, prefix_length: int) -> None:
         """Raise if a bidirectional prefix is appended in parts: its first queries would miss the later tokens."""
-        if self.uniform and at.start == self.used:
-            num_together = opening if self.used else at.count
+        if self.uniform and new_tokens.start == self.used:
+            num_together = prefix_length if self.used else new_tokens.count
         else:
-            in_prefix = at.is_real & (at.position < opening)
-            same_segment_counts = ((at.segment[:, :, None] == at.segment[:, None, :]) & in_prefix[:, None, :]).sum(2)
-            num_together = int(same_segment_counts[in_prefix].min()) if bool(in_prefix.any()) else opening
-        if num_together < opening:
+            in_prefix = new_tokens.is_real & (new_tokens.position < prefix_length)
+            same_segment_counts = (
+                (new_tokens.segment[:, :, None] == new_tokens.segment[:, None, :]) & in_prefix[:, None, :]
+            ).sum(2)
+            num_together = int(same_segment_counts[in_prefix].min()) if bool(in_prefix.any()) else prefix_length
+        if num_together < prefix_length:
             raise ValueError(
-                f"pattern {self.spec.pattern.text} needs the first {opening} tokens of a text together, "
+                f"pattern {self.spec.pattern.text} needs the first {prefix_length} tokens of a text together, "
                 f"not {num_together}; append the whole prefix at once"
             )
 
-    def _check_order(self, last: Tensor, at: SequenceInfo) -> None:
+    def _check_order(self, last: Tensor, new_tokens: SequenceInfo) -> None:
         """Raise if tokens go back to an earlier position: the tokens that they attend to may have been dropped."""
-        position = torch.cat([last[:, None], at.position.expand(self.batch, -1)], 1)
-        segment = torch.cat([self._segment[:, None], at.segment.expand(self.batch, -1)], 1)
-        is_real = torch.cat([torch.ones_like(last, dtype=torch.bool)[:, None], at.is_real.expand(self.batch, -1)], 1)
+        position = torch.cat([last[:, None], new_tokens.position.expand(self.batch, -1)], 1)
+        segment = torch.cat([self._segment[:, None], new_tokens.segment.expand(self.batch, -1)], 1)
+        is_real = torch.cat(
+            [torch.ones_like(last, dtype=torch.bool)[:, None], new_tokens.is_real.expand(self.batch, -1)], 1
+        )
         # Padding takes the position of the last real token before it, so that neighbours can be compared.
         last_real = torch.where(is_real, torch.arange(is_real.shape[1], device=is_real.device), 0).cummax(1).values
         position, segment = position.gather(1, last_real), segment.gather(1, last_real)
@@ -220,15 +224,15 @@ class KVCache(ABC):
         if bool((is_real[:, 1:] & ~(advances | (segment[:, 1:] > segment[:, :-1]))).any()):
             raise ValueError("tokens went back to an earlier position or segment; a cache only goes forward")
 
-    def _follow(self, at: SequenceInfo) -> None:
-        order = torch.arange(at.count, device=self.device)
-        latest = torch.where(at.is_real, order, -1).amax(1, keepdim=True).expand(self.batch, 1)
+    def _update_last_positions(self, new_tokens: SequenceInfo) -> None:
+        order = torch.arange(new_tokens.count, device=self.device)
+        latest = torch.where(new_tokens.is_real, order, -1).amax(1, keepdim=True).expand(self.batch, 1)
         has_token, column = latest.squeeze(1) >= 0, latest.clamp(min=0)
-        for name, values in (("_last", at.position), ("_segment", at.segment)):
+        for name, values in (("_last", new_tokens.position), ("_segment", new_tokens.segment)):
             latest_values = values.expand(self.batch, -1).gather(1, column).squeeze(1)
             setattr(self, name, torch.where(has_token, latest_values, getattr(self, name)))
 
-    def _take(self, index: Tensor) -> None:
+    def _select_batch(self, index: Tensor) -> None:
         is_index = isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
         if not is_index or (index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.batch):
             raise ValueError(
@@ -273,27 +277,27 @@ def check_storage_format(spec: AttentionSpec, store: str | None) -> None:
         )
 
 
-def quantise(entry: KVEntry, names: Collection[str]) -> KVEntry:
+def quantize_entry(entry: KVEntry, names: Collection[str]) -> KVEntry:
     """Quantise the named tensors to int8; each head's vector gets a scale of its largest magnitude / 127."""
-    quantised = KVEntry(entry)
+    quantized = KVEntry(entry)
     for name in names:
         exact = entry[name].to(torch.promote_types(entry[name].dtype, torch.float32))
         scale = exact.abs().amax(-1) / INT8_MAX if exact.shape[-1] else exact.sum(-1)
         # A zero vector stays zero; a vector with an infinity or NaN becomes NaN when it is multiplied by its scale.
-        quantised[name] = (exact / scale[..., None]).nan_to_num(0.0).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
-        quantised[name + SCALE_SUFFIX] = scale.to(torch.float32)
-    return quantised
+        quantized[name] = (exact / scale[..., None]).nan_to_num(0.0).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+        quantized[name + SCALE_SUFFIX] = scale.to(torch.float32)
+    return quantized
 
 
-def dequantise(entry: KVEntry, names: Collection[str], dtype: torch.dtype) -> KVEntry:
+def dequantize_entry(entry: KVEntry, names: Collection[str], dtype: torch.dtype) -> KVEntry:
     """Convert quantised tensors back to `dtype` and drop their scales."""
-    unquantised = {
+    unquantized = {
         name: tensor
         for name, tensor in entry.items()
         if not name.endswith(SCALE_SUFFIX) or name[: -len(SCALE_SUFFIX)] not in names
     }
-    return unquantised | {name: _dequantise_tensor(entry[name], entry[name + SCALE_SUFFIX], dtype) for name in names}
+    return unquantized | {name: _dequantize_tensor(entry[name], entry[name + SCALE_SUFFIX], dtype) for name in names}
 
 
-def _dequantise_tensor(quantised: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return (quantised * scale[..., None]).to(dtype)
+def _dequantize_tensor(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (quantized * scale[..., None]).to(dtype)

@@ -56,7 +56,7 @@ class RowPages:
     Index tensors are computed on first use and reused by all layers of the group.
     """
 
-    keep: RetentionGroup
+    group: RetentionGroup
     tables: Sequence[Mapping[int, int]]
     counts: Sequence[int]
     ends: Sequence[int]
@@ -89,24 +89,24 @@ class RowPages:
         return self._indices[key]
 
     def _gather(self) -> GatheredPages:
-        keep, tables, ends, device = self.keep, self.tables, self.ends, self.device
+        page, tables, ends, device = self.group.page, self.tables, self.ends, self.device
         max_pages = max((len(table) for table in tables), default=0)
         pages = self._as_tensor([[*table.values(), *[self.empty] * (max_pages - len(table))] for table in tables])
         common_pages = (
             [*tables[0]] if tables and len(set(ends)) == 1 and all([*t] == [*tables[0]] for t in tables) else None
         )
         if common_pages and common_pages == list(range(common_pages[0], common_pages[0] + max_pages)):
-            start = common_pages[0] * keep.page
+            start = common_pages[0] * page
             sequence = SequenceInfo.contiguous(start, ends[0] - start, device)
             return GatheredPages(pages, sequence.count, sequence)
-        starts = self._as_tensor([[*[n * keep.page for n in t], *[-keep.page] * (max_pages - len(t))] for t in tables])
-        position = (starts[..., None] + torch.arange(keep.page, device=device)).flatten(1)
+        starts = self._as_tensor([[*[n * page for n in t], *[-page] * (max_pages - len(t))] for t in tables])
+        position = (starts[..., None] + torch.arange(page, device=device)).flatten(1)
         is_real = (position >= 0) & (position < self._as_tensor(ends)[:, None])
         return GatheredPages(pages, None, SequenceInfo(position.clamp(min=0), is_real.long() - 1, checked=True))
 
     def _make_spans(self) -> PageSpans:
         """Make the spans of the retained first tokens, if any, and of the latest; a page may hold some of both."""
-        first, last, page = self.keep
+        first, last, page = self.group
         begins = [max(first, end - last) if last is not None else 0 for end in self.ends]
         pieces = [self._span_of_positions(begins, self.ends)]
         if first:
@@ -118,15 +118,15 @@ class RowPages:
 
     def _span_of_positions(self, begins: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return a table [rows, pages, (page, first slot, end slot)] and the first position of each page."""
-        page = self.keep.page
+        page = self.group.page
         ends = [end if count else 0 for end, count in zip(ends, self.counts, strict=True)]
-        numbers = [range(begin // page, -(-end // page)) for begin, end in zip(begins, ends, strict=True)]
-        max_pages = max((len(indices) for indices in numbers), default=0)
+        page_indices = [range(begin // page, -(-end // page)) for begin, end in zip(begins, ends, strict=True)]
+        max_pages = max((len(indices) for indices in page_indices), default=0)
         pages = [
             [*[table[n] for n in indices], *[self.empty] * (max_pages - len(indices))]
-            for table, indices in zip(self.tables, numbers, strict=True)
+            for table, indices in zip(self.tables, page_indices, strict=True)
         ]
-        first = self._as_tensor([indices.start * page for indices in numbers])[:, None]
+        first = self._as_tensor([indices.start * page for indices in page_indices])[:, None]
         start = first + torch.arange(max_pages, device=self.device) * page
         first_slot = (self._as_tensor(begins)[:, None] - start).clamp(0, page)
         end_slot = (self._as_tensor(ends)[:, None] - start).clamp(0, page)
@@ -142,41 +142,43 @@ class RowPages:
 class PagedBatch:
     """Rows of one forward call, common to all layers: the first layer that appends tokens allocates their pages."""
 
-    def __init__(self, numbers: Tensor, book: BlockTables, rows: Sequence[PagedSequence]) -> None:
-        self.numbers, self.book, self.rows = numbers, book, list(rows)
-        self.calls = self.moves = 0
+    def __init__(self, storage: Tensor, block_tables: BlockTables, rows: Sequence[PagedSequence]) -> None:
+        self.storage, self.block_tables, self.rows = storage, block_tables, list(rows)
+        self.num_calls = self.num_selections = 0
         self.last = self._last()
         self._accesses: tuple[PageAccess, ...] = ()
 
     def next_positions(self, counts: Sequence[int]) -> SequenceInfo:
         """Return the positions of the next tokens of each row, padded on the right, and allocate their pages."""
-        device, most = self.numbers.device, max(counts)
+        device, most = self.storage.device, max(counts)
         starts = [row.length for row in self.rows]
         if len(set(counts)) == len(set(starts)) == 1:
-            at = SequenceInfo.contiguous(starts[0], most, device)
+            new_tokens = SequenceInfo.contiguous(starts[0], most, device)
         else:
             place = torch.arange(most, device=device)
             live = place < torch.tensor(counts, device=device)[:, None]
-            at = SequenceInfo(torch.tensor(starts, device=device)[:, None] + place, live.long() - 1, checked=True)
-        self._begin(at, [list(range(count)) for count in counts])
-        return at
+            new_tokens = SequenceInfo(
+                torch.tensor(starts, device=device)[:, None] + place, live.long() - 1, checked=True
+            )
+        self._begin(new_tokens, [list(range(count)) for count in counts])
+        return new_tokens
 
-    def begin(self, at: SequenceInfo) -> None:
+    def begin(self, new_tokens: SequenceInfo) -> None:
         """Allocate pages for these tokens and prepare their accesses, group by group."""
-        self._begin(at, self._columns(at))
+        self._begin(new_tokens, self._columns(new_tokens))
 
-    def _begin(self, at: SequenceInfo, columns: list[list[int]]) -> None:
-        changes, numbers = self.book.append_slots(self.rows, [len(live) for live in columns]), self.numbers
+    def _begin(self, new_tokens: SequenceInfo, columns: list[list[int]]) -> None:
+        changes, storage = self.block_tables.append_slots(self.rows, [len(live) for live in columns]), self.storage
         if changes.emptied:
-            numbers.index_fill_(0, torch.tensor(changes.emptied, device=numbers.device), 0)
+            storage.index_fill_(0, torch.tensor(changes.emptied, device=storage.device), 0)
         for old, new in changes.copied:
-            numbers[new] = numbers[old]
-        keeps = enumerate(self.book.keeps)
-        self._accesses = tuple(self._access(group, keep, columns, at) for group, keep in keeps)
+            storage[new] = storage[old]
+        groups = enumerate(self.block_tables.groups)
+        self._accesses = tuple(self._access(index, group, columns, new_tokens) for index, group in groups)
         for row, live in zip(self.rows, columns, strict=True):
             row.length += len(live)
         self.last = self._last()
-        self.calls += 1
+        self.num_calls += 1
 
     @property
     def accesses(self) -> tuple[PageAccess, ...]:
@@ -186,28 +188,30 @@ class PagedBatch:
     def select_rows(self, index: Tensor) -> None:
         """Keep these rows in this order; a repeated row is forked with shared pages, a row left out is freed."""
         indices = index.tolist()
-        book, used = self.book, set[int]()
+        block_tables, used = self.block_tables, set[int]()
         rows = []
         for number in indices:
-            rows.append(book.fork(self.rows[number]) if number in used else self.rows[number])
+            rows.append(block_tables.fork(self.rows[number]) if number in used else self.rows[number])
             used.add(number)
         for number, row in enumerate(self.rows):
             if number not in used:
-                book.free_sequence(row)
+                block_tables.free_sequence(row)
         self.rows = rows
         self.last = self._last()
-        self.moves += 1
+        self.num_selections += 1
 
     def _last(self) -> Tensor:
         """Return the last position of each row."""
-        return torch.tensor([row.length for row in self.rows], dtype=torch.int64, device=self.numbers.device) - 1
+        return torch.tensor([row.length for row in self.rows], dtype=torch.int64, device=self.storage.device) - 1
 
-    def _columns(self, at: SequenceInfo) -> list[list[int]]:
+    def _columns(self, new_tokens: SequenceInfo) -> list[list[int]]:
         """Return the real columns of each row; raise ValueError unless they continue at the end of the row."""
-        if at.start is not None and all(row.length == at.start for row in self.rows):
-            return [list(range(at.count))] * len(self.rows)
+        if new_tokens.start is not None and all(row.length == new_tokens.start for row in self.rows):
+            return [list(range(new_tokens.count))] * len(self.rows)
         batch = len(self.rows)
-        positions, segments = (tensor.expand(batch, -1).tolist() for tensor in (at.position, at.segment))
+        positions, segments = (
+            tensor.expand(batch, -1).tolist() for tensor in (new_tokens.position, new_tokens.segment)
+        )
         columns = []
         for row, position, segment in zip(self.rows, positions, segments, strict=True):
             live = [column for column, number in enumerate(segment) if number >= 0]
@@ -221,26 +225,28 @@ class PagedBatch:
             columns.append(live)
         return columns
 
-    def _access(self, group: int, keep: RetentionGroup, columns: list[list[int]], at: SequenceInfo) -> PageAccess:
+    def _access(
+        self, index: int, group: RetentionGroup, columns: list[list[int]], new_tokens: SequenceInfo
+    ) -> PageAccess:
         """Prepare one group's access; called before row lengths are updated."""
-        device = self.numbers.device
+        device = self.storage.device
         tokens = [(row, n) for row, live in zip(self.rows, columns, strict=True) for n in range(len(live))]
-        page_offsets = [divmod(row.length + n, keep.page) for row, n in tokens]
-        page = [row.tables[group][number] for (row, _), (number, _) in zip(tokens, page_offsets, strict=True)]
-        all_real = all(len(live) == at.count for live in columns)
+        page_offsets = [divmod(row.length + n, group.page) for row, n in tokens]
+        page = [row.tables[index][number] for (row, _), (number, _) in zip(tokens, page_offsets, strict=True)]
+        all_real = all(len(live) == new_tokens.count for live in columns)
         live = None if all_real else _index_tensor([(b, t) for b, own in enumerate(columns) for t in own], device)
         page_and_offset = (
             torch.tensor(page, dtype=torch.int64, device=device),
             torch.tensor([offset for _, offset in page_offsets], dtype=torch.int64, device=device),
         )
-        past = at.count == 1 or any(row.length for row in self.rows)
-        tables = [row.tables[group] for row in self.rows]
+        past = new_tokens.count == 1 or any(row.length for row in self.rows)
+        tables = [row.tables[index] for row in self.rows]
         counts = [len(live) for live in columns]
         ends = [row.length + count for row, count in zip(self.rows, counts, strict=True)]
         return PageAccess(
             *page_and_offset,
             live,
-            RowPages(keep, tables, counts, ends, self.book.pages.count, device) if past else None,
+            RowPages(group, tables, counts, ends, self.block_tables.pages.count, device) if past else None,
         )
 
 
@@ -255,15 +261,15 @@ def _index_tensor(pairs: list[tuple[int, int]], device: torch.device) -> tuple[T
 class PagePool:
     """Pool of KV cache pages for all layers, in one tensor; a page holds tokens of every layer of a retention group.
 
-    `book` assigns pages to sequences; `caches(batch_of(rows))` are the caches to pass to the layers.
+    `block_tables` assigns pages to sequences; `caches(batch_of(rows))` are the caches to pass to the layers.
 
     >>> import headwise as hw
     >>> layer = hw.Attention(hw.design(model=8, heads=2, pattern="causal"))
     >>> pool = PagePool([layer.spec], pages=5, page=4)
-    >>> (cache,) = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))
+    >>> (cache,) = pool.caches(pool.batch_of([pool.block_tables.new_sequence(), pool.block_tables.new_sequence()]))
     >>> with torch.no_grad():
     ...     _ = layer(torch.randn(2, 5, 8), cache=cache)
-    >>> pool.book.pages.num_allocated, cache.nbytes  # 2 rows x 2 pages x 4 tokens x 16 numbers x 4 bytes
+    >>> pool.block_tables.pages.num_allocated, cache.nbytes  # 2 rows x 2 pages x 4 tokens x 16 elements x 4 bytes
     (4, 1024)
     """
 
@@ -279,23 +285,23 @@ class PagePool:
         for spec in specs:
             _check_pageable(spec)
         self.specs, self.paging = tuple(specs), PageLayout.for_specs(specs, page)
-        self.book = BlockTables(self.paging, pages)
+        self.block_tables = BlockTables(self.paging, pages)
         # One extra page that is never allocated: padding reads finite zeros there.
-        self.numbers = torch.zeros(pages + 1, self.paging.numbers, dtype=dtype, device=device)
+        self.storage = torch.zeros(pages + 1, self.paging.numel, dtype=dtype, device=device)
         self.views = [
             {name: self._tensor_view(place) for name, place in places.items()} for places in self.paging.layers
         ]
-        self.reaches = [FullVisibility(spec.pattern) for spec in specs]
-        self._buffer = self.numbers.new_zeros(0)
+        self.visibilities = [FullVisibility(spec.pattern) for spec in specs]
+        self._buffer = self.storage.new_zeros(0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages, and of the buffer into which the pages of one layer are gathered."""
-        return self.numbers.nbytes + self._buffer.nbytes
+        return self.storage.nbytes + self._buffer.nbytes
 
     def batch_of(self, rows: Sequence[PagedSequence]) -> PagedBatch:
         """Return a batch of these rows in this order, for one call or several."""
-        return PagedBatch(self.numbers, self.book, rows)
+        return PagedBatch(self.storage, self.block_tables, rows)
 
     def caches(self, batch: PagedBatch) -> list[PagedCache]:
         """Return a cache of these rows for each layer."""
@@ -304,12 +310,12 @@ class PagePool:
     def _tensor_view(self, place: TensorPlacement) -> Tensor:
         """Return a view of one tensor in all pages: [pages + 1, heads, tokens, width]."""
         tokens = self.paging.groups[place.group].page
-        flat = self.numbers[:, place.start : place.start + place.heads * tokens * place.width]
+        flat = self.storage[:, place.start : place.start + place.heads * tokens * place.width]
         return flat.unflatten(1, (place.heads, tokens, place.width))
 
     def reserve(self, pages: int) -> None:
         """Allocate the gather buffer for `pages` pages of any layer."""
-        self._buffer = self.numbers.new_zeros(pages * self.paging.widest)
+        self._buffer = self.storage.new_zeros(pages * self.paging.widest)
 
     def gather(self, layer: int, row_pages: RowPages) -> KVEntry:
         """Copy one layer's entry from the pages of every row into the buffer; valid until the next call.
@@ -320,13 +326,13 @@ class PagePool:
         entry, begin = KVEntry(), 0
         for name, place in self.paging.layers[layer].items():
             tokens = self.paging.groups[place.group].page
-            piece = gcd(tokens * place.width, place.start, self.paging.numbers)
-            index = row_pages.index(place.heads, tokens * place.width // piece, self.paging.numbers // piece)
+            piece = gcd(tokens * place.width, place.start, self.paging.numel)
+            index = row_pages.index(place.heads, tokens * place.width // piece, self.paging.numel // piece)
             end = begin + index.numel() * piece
             if end > self._buffer.numel():
-                self._buffer = self.numbers.new_empty(2 * end)
+                self._buffer = self.storage.new_empty(2 * end)
             gathered = self._buffer[begin:end].view(index.numel(), piece)
-            torch.index_select(self.numbers.view(-1, piece), 0, index + place.start // piece, out=gathered)
+            torch.index_select(self.storage.view(-1, piece), 0, index + place.start // piece, out=gathered)
             slots = gathered.view(rows, place.heads, pages * tokens, place.width).transpose(1, 2)[
                 :, : row_pages.gathered.filled
             ]
@@ -345,47 +351,51 @@ class PagedCache(KVCache):
     """KV cache of one layer in pages; rows with equal prefixes share pages."""
 
     def __init__(self, pool: PagePool, batch: PagedBatch, layer: int) -> None:
-        super().__init__(pool.specs[layer], len(batch.rows), pool.numbers.dtype, pool.numbers.device)
+        super().__init__(pool.specs[layer], len(batch.rows), pool.storage.dtype, pool.storage.device)
         self._pool, self._paged_batch, self._layer = pool, batch, layer
-        self._calls, self._moves = batch.calls, batch.moves
+        self._num_calls, self._num_selections = batch.num_calls, batch.num_selections
         self._group = next(place.group for place in pool.paging.layers[layer].values())
         self.uniform, self._last = False, batch.last
 
-    def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
-        pages = self._write_tokens(entry, at)
-        return (entry, at) if pages is None else (self._pool.gather(self._layer, pages), pages.gathered.sequence)
+    def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+        pages = self._write_tokens(entry, new_tokens)
+        return (
+            (entry, new_tokens) if pages is None else (self._pool.gather(self._layer, pages), pages.gathered.sequence)
+        )
 
-    def extend_in_place(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+    def extend_in_place(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         """Store one token per row; return views of all pages, and a sequence with a block table.
 
         For layers that attend to "k" and "v" as stored.
         """
-        if at.count != 1:
-            raise ValueError(f"cannot read pages in place for {at.count} tokens per row, only for 1; use extend")
-        pages = self._write_tokens(entry, at)
+        if new_tokens.count != 1:
+            raise ValueError(
+                f"cannot read pages in place for {new_tokens.count} tokens per row, only for 1; use extend"
+            )
+        pages = self._write_tokens(entry, new_tokens)
         assert pages is not None, "a single token always attends at least to itself"
         retained = partial(retained_tokens, self.spec.pattern)
-        all_visible = self._pool.reaches[self._layer].sees_all(max(pages.ends, default=0), retained)
+        all_visible = self._pool.visibilities[self._layer].sees_all(max(pages.ends, default=0), retained)
         return self._pool.in_place(self._layer), pages.spans(all_visible)
 
-    def _write_tokens(self, entry: KVEntry, at: SequenceInfo) -> RowPages | None:
+    def _write_tokens(self, entry: KVEntry, new_tokens: SequenceInfo) -> RowPages | None:
         """Write these tokens into their pages; return the pages to read, None if no token was cached before."""
         if torch.is_grad_enabled() and any(new.requires_grad for new in entry.values()):
             raise ValueError("a paged cache does not record gradients; decode under torch.no_grad()")
-        if self._calls == self._paged_batch.calls:
-            self._paged_batch.begin(at)
-        self._calls += 1
+        if self._num_calls == self._paged_batch.num_calls:
+            self._paged_batch.begin(new_tokens)
+        self._num_calls += 1
         access = self._paged_batch.accesses[self._group]
-        self.used += at.count
+        self.used += new_tokens.count
         self._last = self._paged_batch.last
         self._write(entry, access)
         return access.row_pages
 
     def select_rows(self, index: Tensor) -> None:
-        self._take(index)
-        if self._moves == self._paged_batch.moves:
+        self._select_batch(index)
+        if self._num_selections == self._paged_batch.num_selections:
             self._paged_batch.select_rows(index)
-        self._moves += 1
+        self._num_selections += 1
 
     @property
     def nbytes(self) -> int:

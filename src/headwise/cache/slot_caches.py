@@ -14,7 +14,7 @@ from ..errors import CacheFull
 from ..masking.patterns import Causal, First, Pattern, Window
 from ..masking.sequence_info import SequenceInfo
 from ..spec.attention_spec import AttentionSpec
-from .kv_cache import FullVisibility, KVCache, KVEntry, dequantise, quantise
+from .kv_cache import FullVisibility, KVCache, KVEntry, dequantize_entry, quantize_entry
 
 
 class StorageFormat(NamedTuple):
@@ -35,11 +35,11 @@ class SlotCache(KVCache):
         self._names = [*spec.project.kv_entry_layouts(spec)] if store else []
         shapes = spec.kv_entry_shapes().items()
         empty_entry = {n: torch.zeros(batch, 0, *s, dtype=dtype, device=device) for n, s in shapes}
-        templates = quantise(empty_entry, self._names)
+        templates = quantize_entry(empty_entry, self._names)
         self.entry: KVEntry = {n: like.new_zeros(batch, slots, *like.shape[2:]) for n, like in templates.items()}
         empty = torch.full((batch, slots), -1, dtype=torch.int64, device=device)
         self.tokens = SequenceInfo(torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True)
-        self._reach = self._every = FullVisibility(spec.pattern, slots)
+        self._visibility = self._full_visibility = FullVisibility(spec.pattern, slots)
 
     @abstractmethod
     def _retained_positions(self) -> Pattern:
@@ -57,17 +57,17 @@ class SlotCache(KVCache):
     @property
     def _reads_all(self) -> bool:
         """Whether the newest token attends to every stored token (see `FullVisibility`)."""
-        return self._every.sees_all(self.used, self._retained_positions)
+        return self._full_visibility.sees_all(self.used, self._retained_positions)
 
     @property
     def storage_format(self) -> str | None:
         return self._store
 
-    def dequantised(self, entry: KVEntry) -> KVEntry:
-        return dequantise(entry, self._names, self.dtype) if self._names else entry
+    def dequantize(self, entry: KVEntry) -> KVEntry:
+        return dequantize_entry(entry, self._names, self.dtype) if self._names else entry
 
     def select_rows(self, index: Tensor) -> None:
-        self._take(index)
+        self._select_batch(index)
         self.entry = {name: cached[index] for name, cached in self.entry.items()}
         self.tokens = SequenceInfo(self.tokens.position[index], self.tokens.segment[index], checked=True)
 
@@ -75,14 +75,14 @@ class SlotCache(KVCache):
     def nbytes(self) -> int:
         return sum(cached.nbytes for cached in self.entry.values())
 
-    def _write(self, entry: KVEntry, at: SequenceInfo, slot_BT: Tensor) -> None:
+    def _write(self, entry: KVEntry, new_tokens: SequenceInfo, slot_BT: Tensor) -> None:
         """Write each token into its slot; a token whose slot is `self.slots` is dropped."""
         keep = slot_BT < self.slots
         row = torch.arange(self.batch, device=self.device)[:, None].expand_as(slot_BT)[keep]
         slot = slot_BT[keep]
         for name, new in self._to_storage(entry).items():
             self.entry[name][row, slot] = new[keep].to(self.entry[name].dtype)  # autocast projects in its own dtype
-        for stored, new in ((self.tokens.position, at.position), (self.tokens.segment, at.segment)):
+        for stored, new in ((self.tokens.position, new_tokens.position), (self.tokens.segment, new_tokens.segment)):
             stored[row, slot] = new.expand(self.batch, -1)[keep]
 
     def _write_entry(self, entry: KVEntry, first: int, count: int) -> None:
@@ -91,7 +91,7 @@ class SlotCache(KVCache):
             self.entry[name][:, first : first + count] = new
 
     def _to_storage(self, entry: KVEntry) -> KVEntry:
-        return quantise(entry, self._names) if self._names else entry
+        return quantize_entry(entry, self._names) if self._names else entry
 
     @abstractmethod
     def _write_pending_positions(self, used: int) -> None:
@@ -106,34 +106,34 @@ class ContiguousCache(SlotCache):
         self._filled = torch.zeros(self.batch, dtype=torch.int64, device=self.device)
         self._bound = 0  # upper bound of the slots that any row has filled
 
-    def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
-        self._check_capacity(at)
+    def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+        self._check_capacity(new_tokens)
         was_uniform, is_first, first = self.uniform, self.used == 0, self.used
-        self._advance(at)
+        self._record_tokens(new_tokens)
         if self.uniform:
-            self._write_entry(entry, first, at.count)
+            self._write_entry(entry, first, new_tokens.count)
         else:
             if was_uniform:
                 self._write_pending_positions(first)
                 self._filled = torch.full_like(self._filled, first)
-            self._write(entry, at, self._slot(at))
-            self._filled = self._filled + at.is_real.expand(self.batch, -1).sum(1)
-        self._bound += at.count
-        if at.count == 1:
-            return self.entry, self._stored_tokens() if self.uniform else self._per_row_lengths(at)
+            self._write(entry, new_tokens, self._slot(new_tokens))
+            self._filled = self._filled + new_tokens.is_real.expand(self.batch, -1).sum(1)
+        self._bound += new_tokens.count
+        if new_tokens.count == 1:
+            return self.entry, self._stored_tokens() if self.uniform else self._per_row_lengths(new_tokens)
         if is_first:
-            return entry, at
+            return entry, new_tokens
         if self.uniform:
             self._write_pending_positions(self.used)
-        filled = self.dequantised({name: cached[:, : self._bound] for name, cached in self.entry.items()})
+        filled = self.dequantize({name: cached[:, : self._bound] for name, cached in self.entry.items()})
         position, segment = self.tokens.position[:, : self._bound], self.tokens.segment[:, : self._bound]
         return filled, SequenceInfo(position, segment, 0 if self.uniform else None, checked=True)
 
-    def _per_row_lengths(self, at: SequenceInfo) -> SequenceInfo:
+    def _per_row_lengths(self, new_tokens: SequenceInfo) -> SequenceInfo:
         """Positions of all slots; `visible_per_row` is set if each newest token attends to all tokens of its row."""
-        if not (self.single and self._reads_all):
+        if not (self.is_single_segment and self._reads_all):
             return self.tokens
-        num_visible = torch.where(at.is_real.expand(self.batch, -1)[:, 0], self._filled, 0)
+        num_visible = torch.where(new_tokens.is_real.expand(self.batch, -1)[:, 0], self._filled, 0)
         return SequenceInfo(self.tokens.position, self.tokens.segment, checked=True, visible_per_row=num_visible)
 
     def _write_pending_positions(self, used: int) -> None:
@@ -143,23 +143,23 @@ class ContiguousCache(SlotCache):
     def _retained_positions(self) -> Pattern:
         return Causal()
 
-    def _slot(self, at: SequenceInfo) -> Tensor:
-        live = at.is_real.expand(self.batch, -1)
+    def _slot(self, new_tokens: SequenceInfo) -> Tensor:
+        live = new_tokens.is_real.expand(self.batch, -1)
         return torch.where(live, self._filled[:, None] + live.cumsum(1) - 1, self.slots)
 
-    def _check_capacity(self, at: SequenceInfo) -> None:
-        if self._bound + at.count <= self.slots:
+    def _check_capacity(self, new_tokens: SequenceInfo) -> None:
+        if self._bound + new_tokens.count <= self.slots:
             return
-        longest = self._bound + at.count
-        if not (self.uniform and at.start is not None) and self.batch:
+        longest = self._bound + new_tokens.count
+        if not (self.uniform and new_tokens.start is not None) and self.batch:
             # The bound counts padding; only now is a device sync for the exact count worth its time.
             filled = self._filled if not self.uniform else torch.full_like(self._filled, self.used)
-            longest = int((filled + at.is_real.expand(self.batch, -1).sum(1)).max())
+            longest = int((filled + new_tokens.is_real.expand(self.batch, -1).sum(1)).max())
         if longest > self.slots:
             raise CacheFull(
                 f"{longest} tokens do not fit in {self.slots} slots; make the cache with capacity={longest} or more"
             )
-        self._bound = longest - at.count
+        self._bound = longest - new_tokens.count
 
     def select_rows(self, index: Tensor) -> None:
         super().select_rows(index)
@@ -173,48 +173,48 @@ class RingCache(SlotCache):
         batch, first, last = shape
         super().__init__(spec, (batch, first + last), storage)
         self.first, self.last = first, last
-        self._settles = self.slots  # once the ring is full, every token overwrites another
+        self._num_warmup_tokens = self.slots  # once the ring is full, every token overwrites another
 
-    def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+    def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         is_first, old_entry, old_tokens = self.used == 0, self.entry, self.tokens
-        visible, sequence = entry, at
-        if at.count != 1 and not is_first:
-            order, start = self._slots_in_order(at)
-            past = self.dequantised({name: cached[:, order] for name, cached in old_entry.items()})
+        visible, sequence = entry, new_tokens
+        if new_tokens.count != 1 and not is_first:
+            order, start = self._slots_in_order(new_tokens)
+            past = self.dequantize({name: cached[:, order] for name, cached in old_entry.items()})
             visible = {name: torch.cat([cached, entry[name]], 1) for name, cached in past.items()}
             position, segment = (
                 torch.cat([old[:, order], new.expand(self.batch, -1)], 1)
-                for old, new in ((old_tokens.position, at.position), (old_tokens.segment, at.segment))
+                for old, new in ((old_tokens.position, new_tokens.position), (old_tokens.segment, new_tokens.segment))
             )
             sequence = SequenceInfo(position, segment, start, checked=True)
         before = self.used
-        self._advance(at)
-        if self.uniform and at.count == 1:
+        self._record_tokens(new_tokens)
+        if self.uniform and new_tokens.count == 1:
             slot = before if before < self.first else self.first + (before - self.first) % self.last
             self._write_entry(entry, slot, 1)
-            self.tokens.position[:, slot : slot + 1] = at.position
+            self.tokens.position[:, slot : slot + 1] = new_tokens.position
             self.tokens.segment[:, slot : slot + 1] = 0
-        elif self.uniform and at.start == before:
-            self._write_uniform(entry, at, before)
+        elif self.uniform and new_tokens.start == before:
+            self._write_uniform(entry, new_tokens, before)
         else:
-            self._write(entry, at, self._slot(at))
-        return (self.entry, self._stored_tokens()) if at.count == 1 else (visible, sequence)
+            self._write(entry, new_tokens, self._slot(new_tokens))
+        return (self.entry, self._stored_tokens()) if new_tokens.count == 1 else (visible, sequence)
 
-    def _write_uniform(self, entry: KVEntry, at: SequenceInfo, start: int) -> None:
+    def _write_uniform(self, entry: KVEntry, new_tokens: SequenceInfo, start: int) -> None:
         """Write consecutive tokens of all rows, those that stay in the cache; no value is read from the device."""
-        stop = start + at.count
-        opening = torch.arange(start, max(start, min(self.first, stop)), device=self.device)
-        recent = torch.arange(min(stop, max(start, self.first, stop - self.last)), stop, device=self.device)
-        column = torch.cat([opening, recent]) - start
-        slot = torch.cat([opening, self.first + (recent - self.first) % self.last])
+        stop = start + new_tokens.count
+        leading = torch.arange(start, max(start, min(self.first, stop)), device=self.device)
+        latest = torch.arange(min(stop, max(start, self.first, stop - self.last)), stop, device=self.device)
+        column = torch.cat([leading, latest]) - start
+        slot = torch.cat([leading, self.first + (latest - self.first) % self.last])
         for name, new in self._to_storage(entry).items():
             self.entry[name][:, slot] = new[:, column].to(self.entry[name].dtype)
-        self.tokens.position[:, slot] = at.position[:, column]
+        self.tokens.position[:, slot] = new_tokens.position[:, column]
         self.tokens.segment[:, slot] = 0
 
-    def _slots_in_order(self, at: SequenceInfo) -> tuple[Tensor | slice, int | None]:
+    def _slots_in_order(self, new_tokens: SequenceInfo) -> tuple[Tensor | slice, int | None]:
         """Slots ordered by position, and the position of the first; all slots and None if rows are not uniform."""
-        if self.first or not self.uniform or at.start != self.used:
+        if self.first or not self.uniform or new_tokens.start != self.used:
             return slice(None), None
         start = max(0, self.used - self.last)
         return torch.arange(start, self.used, device=self.device) % self.last, start
@@ -225,13 +225,13 @@ class RingCache(SlotCache):
     def _retained_positions(self) -> Pattern:
         return Window(self.last) | First(self.first) if self.first else Window(self.last)
 
-    def _slot(self, at: SequenceInfo) -> Tensor:
-        position = at.position.expand(self.batch, -1)
+    def _slot(self, new_tokens: SequenceInfo) -> Tensor:
+        position = new_tokens.position.expand(self.batch, -1)
         ring = self.first + (position - self.first) % self.last
         slot = torch.where(position < self.first, position, ring)
-        slot = torch.where(at.is_real.expand(self.batch, -1), slot, self.slots)
+        slot = torch.where(new_tokens.is_real.expand(self.batch, -1), slot, self.slots)
         # If several new tokens map to one slot, the latest is stored; index_put would pick any.
-        order = torch.arange(at.count, device=self.device).expand_as(slot)
+        order = torch.arange(new_tokens.count, device=self.device).expand_as(slot)
         winner = torch.full((self.batch, self.slots + 1), -1, device=self.device)
         winner = winner.scatter_reduce(1, slot, order, "amax")
         return torch.where(winner.gather(1, slot) == order, slot, self.slots)
@@ -255,14 +255,14 @@ class RecurrentStateCache(KVCache):
         """Store the state after the tokens just appended."""
         self._state = state
 
-    def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
-        if at.start is None and bool((at.is_real & (at.segment != 0)).any()):
+    def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+        if new_tokens.start is None and bool((new_tokens.is_real & (new_tokens.segment != 0)).any()):
             raise ValueError("a recurrent state cannot separate segments; give each packed document a cache of its own")
-        self._advance(at)
-        return entry, at
+        self._record_tokens(new_tokens)
+        return entry, new_tokens
 
     def select_rows(self, index: Tensor) -> None:
-        self._take(index)
+        self._select_batch(index)
         self._state = {name: state[index] for name, state in self._state.items()}
 
     @property

@@ -58,7 +58,7 @@ def add_compression_arguments(parser: CommandParser) -> None:
         "--uptrain",
         type=int,
         metavar="STEPS",
-        help="retrain by distillation, not on texts of the proof",
+        help="steps of retraining by distillation (default: none)",
     )
     learn = parser.add_expert_group("retraining by distillation from the original model (--uptrain)")
     learn.add_argument(
@@ -73,7 +73,7 @@ def add_compression_arguments(parser: CommandParser) -> None:
         "--length",
         type=int,
         metavar="COUNT",
-        help="tokens per text in the tables of speed and cost",
+        help="tokens per text in the tables of speed and of cost (default: at most 256 and 512)",
     )
     timing.add_argument("--seconds", type=float, default=10.0, metavar="NUMBER", help="time limit for measuring speed")
 

@@ -100,12 +100,16 @@ def _add_ranking_arguments(parser: CommandParser) -> None:
         metavar="COUNT",
         help="with --budget, estimate importance again after removing this many heads (default: never)",
     )
-    ranking.add_argument("--state", metavar="FILE", help="with --budget, save progress to this file and resume from it")
+    ranking.add_argument(
+        "--state",
+        metavar="FILE",
+        help="with --budget, save progress to this file and resume from it (default: not saved)",
+    )
     ranking.add_argument(
         "--gates",
         type=int,
         metavar="STEPS",
-        help="train an L0 gate on each head for this many steps; --keep is the share of all heads",
+        help="train an L0 gate on each head for this many steps; --keep is the share of all heads (default: no gates)",
     )
     ranking.add_argument(
         "--fold",
@@ -317,11 +321,21 @@ def _sweep_parser() -> CommandParser:
         nargs="+",
         default=[],
         metavar="ORDER",
-        help="orders to compare: importance methods, random, gates; the report compares the first with the others",
+        help="orders to compare: importance methods, random, gates; the report compares the first with the others "
+        "(default: leave-one-out, michel where the loss has a gradient, random)",
     )
-    sweep.add_argument("--points", default="", metavar="SHARES", help="shares of heads to keep, as in 0.75,0.5,0.25")
     sweep.add_argument(
-        "--parts", nargs="+", default=[], metavar="PART", help="prune in all, encoder, decoder or cross attention"
+        "--points",
+        default="",
+        metavar="SHARES",
+        help="shares of heads to keep, as in 0.75,0.5,0.25 (default: 0.9, 0.8, ... 0.1)",
+    )
+    sweep.add_argument(
+        "--parts",
+        nargs="+",
+        default=[],
+        metavar="PART",
+        help="prune in all, encoder, decoder or cross attention (default: each of them)",
     )
     sweep.add_argument(
         "--max-loss-rise", type=float, default=0.1, metavar="LOSS", help="largest acceptable rise of the loss"
@@ -329,14 +343,17 @@ def _sweep_parser() -> CommandParser:
     expert = parser.add_expert_group("details of the sweep")
     expert.add_argument("--random-orders", type=int, default=5, metavar="COUNT", help="samples of the random order")
     expert.add_argument(
-        "--gates", type=int, metavar="STEPS", help="add the order of trained L0 gates, trained for this many steps"
+        "--gates",
+        type=int,
+        metavar="STEPS",
+        help="add the order of L0 gates, trained for this many steps (default: no gates)",
     )
     expert.add_argument(
         "--answers",
         nargs="+",
         default=[],
         metavar="ORDER",
-        help="orders whose pruned models also generate text, for BLEU or the scores of the task",
+        help="orders whose pruned models also generate text, for BLEU or the scores of the task (default: none)",
     )
     expert.add_argument("--sample", type=int, metavar="COUNT", help="texts to estimate importance with (default: all)")
     add_unit_argument(expert)

@@ -34,7 +34,8 @@ def add_text_arguments(parser: CommandParser, task: str, conllu: str) -> None:
         "--answer-after",
         default="",
         metavar="TEXT",
-        help="with --data, score only what a decoder predicts after the last TEXT of each line, such as 'A:'",
+        help="with --data, score only what a decoder predicts after the last TEXT of each line, such as 'A:' "
+        "(default: all)",
     )
     add_tokenizer_argument(other)
 
@@ -42,7 +43,9 @@ def add_text_arguments(parser: CommandParser, task: str, conllu: str) -> None:
 def add_tokenizer_argument(parser: argparse._ActionsContainer) -> None:
     """Add `--tokenizer`."""
     parser.add_argument(
-        "--tokenizer", metavar="FILE", help="tokenizer of a model without one: a tokenizer.json, or bytes"
+        "--tokenizer",
+        metavar="FILE",
+        help="tokenizer of a model without one: a tokenizer.json, or bytes (default: the model's)",
     )
 
 

@@ -4,7 +4,7 @@ In reading order:
 
 - `workload` describes forward calls, `flops` counts them term by term (`symbolic_int` keeps the formula of every
   number), `weight_storage` gives the bytes of weights as stored, quantised ones with their scales, and `roofline`
-  turns FLOPs and bytes into a lower bound of the time on a device, if `device_capacity` finds room there;
+  turns FLOPs and bytes into a lower bound of the time on a device whose memory holds them;
 - `cost_report` collects this in the tables of `hw.cost` and `headwise cost` (`cost_csv` as CSV); `cost_vs_length`
   finds the lengths at which one spec becomes cheaper than another; `cost_plots` draws charts; `size_matching` finds
   sizes of equal cost;

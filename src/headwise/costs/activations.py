@@ -74,8 +74,8 @@ class ActivationContext:
         """Create from a workload; on CUDA, statistics have 4 bytes and masks 1, on the CPU those of the dtype."""
         element_bytes, is_fused = dtype_bytes(workload.dtype), profile == "flash-cuda"
         return ActivationContext(
-            rows=SymbolicInt.of(workload.batch, "b"),
-            tokens=SymbolicInt.of(tokens, "s"),
+            rows=SymbolicInt.of(workload.batch, "B"),
+            tokens=SymbolicInt.of(tokens, "T"),
             element_bytes=element_bytes,
             statistic_bytes=4 if is_fused else element_bytes,
             mask_bytes=1 if is_fused else element_bytes,
@@ -98,7 +98,9 @@ def norm_bytes(norm: NormSpec, width: int, count: int, context: ActivationContex
 
     >>> import headwise as hw
     >>> context = ActivationContext.from_workload(hw.Workload(2, 10, "fp32"), 10, "sdpa", 0.0)
-    >>> [int(size) for _, size in norm_bytes(NormSpec(), 8, context.num_tokens, context)]  # 4 b s d; mean and variance
+    >>> [
+    ...     int(size) for _, size in norm_bytes(NormSpec(), 8, context.num_tokens, context)
+    ... ]  # 4 B T model; mean and variance
     [640, 160]
     """
     if norm.kind in ("layer", "unbiased", "bare"):
@@ -337,12 +339,12 @@ def layer_activation_memory(
     >>> memory = layer_activation_memory(hw.design(model=512, heads=8, bias="qkvo"), hw.Workload(2, 1000), "sdpa")
     >>> for term in memory.terms:
     ...     print(*term)
-    input 2 b s model 2048000
-    keys 2 b s q dim 2048000
-    queries 2 b s q dim 2048000
-    values 2 b s q dim 2048000
-    logsumexp 4 b s q 64000
-    outputs 2 b s q dim 2048000
+    input 2 B T model 2048000
+    keys 2 B T q dim 2048000
+    queries 2 B T q dim 2048000
+    values 2 B T q dim 2048000
+    logsumexp 4 B T q 64000
+    outputs 2 B T q dim 2048000
     """
     profile = profile or default_profile(spec, workload)
     terms = layer_activation_terms(spec, workload, (profile, checkpoint), source)

@@ -12,7 +12,6 @@ from ..errors import SpecError, suggest
 from ..model_spec import ModelSpec
 from ..spec.attention_spec import AttentionSpec
 from . import cache_bytes
-from .device_capacity import MemoryShortfall, find_shortfall
 from .flops import (
     AttentionComponent,
     CostBreakdown,
@@ -25,7 +24,16 @@ from .flops import (
     list_components,
     parameter_terms,
 )
-from .roofline import Device, ExecutionFormats, RooflineOperation, dtype_bytes, list_operations, merge_operations
+from .roofline import (
+    Device,
+    ExecutionFormats,
+    MemoryShortfall,
+    RooflineOperation,
+    dtype_bytes,
+    find_shortfall,
+    list_operations,
+    merge_operations,
+)
 from .symbolic_int import SymbolicInt
 from .training_memory import ActivationSettings, activation_memory
 from .weight_storage import total_weight_bytes
@@ -517,9 +525,15 @@ def _format_operations(estimates: Sequence[CostEstimate]) -> Iterator[str]:
                 yield _format_row(f"  {label}", cells, COLUMN_WIDTH)
 
 
+TERMS_LEGEND = (
+    "In formulas: B rows, T queries, S keys that a row attends to, new tokens whose keys and values are computed, "
+    "pairs of a query and a key that the pattern allows in a row; other names are sizes of the spec, such as q and dim."
+)
+
+
 def _format_terms(estimates: Sequence[CostEstimate]) -> list[str]:
-    """Lines with every term of every breakdown."""
-    lines: list[str] = []
+    """Lines with the legend, and every term of every breakdown."""
+    lines = textwrap.wrap(TERMS_LEGEND, TERMINAL_WIDTH)
     for estimate in estimates:
         breakdowns = {
             "parameters": estimate.parameters,

@@ -1,4 +1,10 @@
-"""Parameters, FLOPs and cache entries of a layer or model as sums of terms: a name, a formula and a number each."""
+"""Parameters, FLOPs and cache entries of a layer or model as sums of terms: a name, a formula and a number each.
+
+In formulas, the sizes of a call are letters: B rows (the batch), T queries, which are the tokens that pass through a
+matrix, S keys that a row attends to, `new` tokens whose keys and values are projected, and `pairs` of a query and a key
+that the pattern allows in one row. The sizes of a spec have the names of its axes, as `headwise spec` prints them: `q`,
+`kv` and `v` heads, `out` output heads, `row` rows of weights, `dim` and `vdim` channels, `model` and `source` widths.
+"""
 
 from __future__ import annotations
 
@@ -132,8 +138,8 @@ def list_products(spec: AttentionSpec, work: CallSize) -> Iterator[MatrixProduct
 
 
 def _symbolic_sizes(work: CallSize) -> CallSize:
-    """Name the sizes of a call by their letters, except those that are symbolic already."""
-    names = {"batch": "b", "queries": "s", "new_tokens": "r", "keys": "t", "pairs": "pairs"}
+    """Name the sizes of a call, except those that are symbolic already."""
+    names = {"batch": "B", "queries": "T", "new_tokens": "new", "keys": "S", "pairs": "pairs"}
     sizes = {name: (getattr(work, name), letter) for name, letter in names.items()}
     return CallSize(
         **{n: size if isinstance(size, SymbolicInt) else SymbolicInt.of(size, a) for n, (size, a) in sizes.items()}
@@ -170,7 +176,7 @@ def _cached_layouts(spec: AttentionSpec) -> Iterator[tuple[str, Part, Mapping[st
 
 def _core_products(spec: AttentionSpec, work: CallSize) -> Iterator[MatrixProduct]:
     core: CoreShape = spec.core_of(spec.project)
-    heads, rows = SymbolicInt.of(len(core.key_head_of_query), "q"), SymbolicInt.of(len(core.value_head_of_row), "voice")
+    heads, rows = SymbolicInt.of(len(core.key_head_of_query), "q"), SymbolicInt.of(len(core.value_head_of_row), "row")
     pairs = work.batch * work.pairs
     scores = 2 * pairs * heads * _symbol_of_size(core.score_dim, "dim")
     yield MatrixProduct("core (scores)", scores)
@@ -392,10 +398,10 @@ class LinearComponent:
 
     def required_products(self, call: ForwardCall) -> Iterator[MatrixProduct]:
         """One product for each matrix."""
-        tokens = SymbolicInt.of(self._num_tokens(call), "s")
+        tokens = SymbolicInt.of(self._num_tokens(call), "T")
         for matrix in self.matrices:
             sizes = {axis: SymbolicInt.of(size, axis) for axis, size in matrix.axis_sizes.items()}
-            flops = 2 * matrix.layout.numel(sizes) * SymbolicInt.of(call.batch, "b") * tokens
+            flops = 2 * matrix.layout.numel(sizes) * SymbolicInt.of(call.batch, "B") * tokens
             yield MatrixProduct(matrix.name, flops, self.num_grad_factors)
 
     def counted_products(self, call: ForwardCall) -> list[MatrixProduct]:

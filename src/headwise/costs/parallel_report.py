@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .cost_report import TERMINAL_WIDTH, format_seconds
-from .device_capacity import format_gigabytes
 from .parallelism import ParallelCost, StepCost
+from .roofline import format_gigabytes
 from .serving_capacity import pluralise
 
 NOTE = (
@@ -66,7 +66,7 @@ class ParallelReport:
         yield ""
         if not cost.fits:
             missing = format_gigabytes(cost.memory_per_device - int(cost.device.memory))
-            fact = f"A device lacks {missing}, so there is no time of a step. Divide the model among more devices."
+            fact = f"A device lacks {missing}, so no time of a step is estimated. Divide the model among more devices."
             yield from textwrap.wrap(fact, TERMINAL_WIDTH)
             return
         step_rows = pluralise(cost.rows_per_micro_batch, "row")

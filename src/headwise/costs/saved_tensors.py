@@ -303,19 +303,19 @@ _CUDA_REPLACEMENTS: dict[Any, Callable[..., Any]] = {F.rms_norm: _rms_norm, F.dr
 
 # Powers of (rows, tokens, source tokens) that the size of one axis may contain, if several axes are merged into one.
 SIZE_POWERS = sorted(product((0, 1), (0, 1, 2), (0, 1, 2)), key=sum)
-HEAD_AXES = ("q", "kv", "v", "out", "voice")  # axes that count heads
+HEAD_AXES = ("q", "kv", "v", "out", "row")  # axes that count heads
 WIDTH_AXES = ("model", "dim", "vdim", "source")  # names that are preferred for a last axis
 
 BytesByStep = dict[str, int]  # bytes by the step that saves them, as symbolic integers
 
 
 class SymbolicAxes:
-    """The sizes of a call under their letters (b, s, t), and those of a spec under the names of its axes."""
+    """The sizes of a call by letter (B rows, T queries, S source tokens), and those of a spec by the axis."""
 
     def __init__(self, spec: AttentionSpec, sizes: CallSizes) -> None:
-        source, letter = (sizes.tokens, "s") if spec.source is None else (sizes.source, "t")
+        source, letter = (sizes.tokens, "T") if spec.source is None else (sizes.source, "S")
         self.sizes = CallSizes(
-            SymbolicInt.of(sizes.batch, "b"), SymbolicInt.of(sizes.tokens, "s"), SymbolicInt.of(source, letter)
+            SymbolicInt.of(sizes.batch, "B"), SymbolicInt.of(sizes.tokens, "T"), SymbolicInt.of(source, letter)
         )
         self.names = dict(_named_axis_sizes(spec))
 
@@ -412,13 +412,13 @@ def infer_formulas(
 
 
 def _symbolic_product(factors: Sequence[int]) -> int:
-    """Multiply factors; the formula starts with the number, b, s and t, followed by heads and widths."""
+    """Multiply factors; the formula starts with the number, B, T and S, followed by heads and widths."""
     number = 1
     for factor in factors:
         number *= 1 if isinstance(factor, SymbolicInt) else factor
     named: dict[str, SymbolicInt] = {factor.text: factor for factor in factors if isinstance(factor, SymbolicInt)}
     times = Counter(factor.text for factor in factors if isinstance(factor, SymbolicInt))
-    order = sorted(named, key=lambda text: (text not in ("b", "s", "t"), text in ("s", "t"), text not in HEAD_AXES))
+    order = sorted(named, key=lambda text: (text not in ("B", "T", "S"), text in ("T", "S"), text not in HEAD_AXES))
     total = number
     for text in order:
         total = total * (named[text] if times[text] == 1 else named[text] ** times[text])

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from ..errors import SpecError, suggest
 from ..masking.patterns import Causal, Window
 from ..spec.attention_spec import AttentionSpec
-from .device_capacity import format_gigabytes
 from .flops import CostTerm
 from .kv_cache_memory import (
     ALLOCATION_POLICIES,
@@ -25,7 +24,7 @@ from .kv_cache_memory import (
     live_numbers,
     map_attention_specs,
 )
-from .roofline import dtype_bytes
+from .roofline import dtype_bytes, format_gigabytes
 from .serving_cost import ServingCost, first_where
 from .weight_storage import DTYPE_BYTES
 from .workload import MAX_SIZE, max_lengths

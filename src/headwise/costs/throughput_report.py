@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from .cost_report import TERMINAL_WIDTH, format_count, format_seconds
-from .device_capacity import MemoryShortfall
 from .kv_cache_memory import RequestBatch
+from .roofline import MemoryShortfall
 from .serving_capacity import MemoryDemand, max_context, max_requests, min_devices, pluralise
 from .serving_cost import ServingStep
 

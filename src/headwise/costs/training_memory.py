@@ -262,7 +262,7 @@ def _model_items(model: ModelSpec, workload: Workload, settings: ActivationSetti
             items = activations.norm_bytes(stack.norm, width, context.num_tokens, context)
             yield from _with_prefix(f"{stack.name}.norm", items)
         if stack is not model.stacks[-1] and any(block.cross for block in model.stacks[-1].layers):
-            source_tokens = SymbolicInt.of(stack_load.context, "t")
+            source_tokens = SymbolicInt.of(stack_load.context, "S")
             yield f"{stack.name}.output", context.element_bytes * context.rows * source_tokens * width
     for head in model.heads[:1]:
         yield from _with_prefix(f"head.{head.name}", activations.head_bytes(head, width, context))
@@ -312,7 +312,7 @@ def layer_recompute_flops(spec: AttentionSpec, work: CallSize, checkpoint: str) 
     >>> spec, work = hw.design(model=8, heads=2), hw.CallSize(1, 5, 5, 5)
     >>> [term.name for term in layer_recompute_flops(spec, work, "block").terms]
     ['project.q', 'project.k', 'project.v', 'core (scores)', 'core (values)']
-    >>> layer_recompute_flops(spec, work, "core").total  # 2 s t d
+    >>> layer_recompute_flops(spec, work, "core").total  # 2 T S model
     400
     """
     _check_checkpoint_mode(checkpoint)
@@ -358,7 +358,7 @@ def recompute_flops(
 def fused_backward_flops(spec: AttentionSpec, work: CallSize) -> CostBreakdown:
     """FLOPs of the backward pass with a fused kernel, which recomputes the scores: 5 products instead of 4.
 
-    The core has 2 b q s t (3 dim + 2 vdim) (flash attention, 2205.14135), with plain operations 4 b q s t (dim + vdim):
+    The core has 2 B q T S (3 dim + 2 vdim) (flash attention, 2205.14135), with plain operations 4 B q T S (dim + vdim):
 
     >>> import headwise as hw
     >>> spec, work = hw.design(model=8, heads=2), hw.CallSize(1, 5, 5, 5)

@@ -222,7 +222,7 @@ def describe_classes(tour: Tour) -> str:
     ]
     counts = Counter(class_group(head.classes[0].name) for head in tour.table.heads if head.classes)
     legend = ", ".join(f"{CLASS_STYLES[name][0]} {name} {count}" for name, count in counts.most_common())
-    lines = [f"The strongest class of each head, over {tour.table.texts}:", "", *rows, "", *_wrap(legend), ""]
+    lines = [f"The strongest class of each head, over {tour.table.texts}:", *_wrap(legend), "", *rows, ""]
     for view in tour.views:
         lines += _wrap(f"{view.name}, {view.class_name}: {view.evidence}.")
     return "\n".join(lines)

@@ -163,7 +163,7 @@ class ProcessMesh:
             dist.all_reduce(own, group=self.group(*GRADIENT_DIMS))
         return own
 
-    def share(self, batch: Batch, *dims: str) -> BatchShard:
+    def shard(self, batch: Batch, *dims: str) -> BatchShard:
         """Return this rank's rows of a batch that all ranks have; ranks of these dimensions get different rows."""
         index, count = self._index_along(dims or GRADIENT_DIMS)
         return shard_batch(batch, index, count)

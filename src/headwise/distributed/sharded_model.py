@@ -74,13 +74,13 @@ class ShardedModel:
     """The part of a model that one rank holds.
 
     `own` maps the names of the spec to this rank's trainable tensors, the only ones that the optimiser gets; tensors in
-    `shardings` are parts, the others full. `path` runs the model; `collect_gradients` moves gradients to `own`.
+    `shardings` are parts, the others full. `forward` runs the model; `collect_gradients` moves gradients to `own`.
     """
 
-    path: BatchForward
+    forward: BatchForward
     world: ProcessMesh
     own: Mapping[str, nn.Parameter]
-    summed: GradientBuckets
+    buckets: GradientBuckets
     spec: ModelSpec
     shardings: Mapping[str, TensorSharding] = field(default_factory=dict[str, "TensorSharding"])
     collect_gradients: Callable[[], None] = _collect_nothing
@@ -89,22 +89,22 @@ class ShardedModel:
     @property
     def net(self) -> Transformer:
         """The model; its parameters may be shards."""
-        return self.path.net
+        return self.forward.net
 
-    def share(self, batch: Batch) -> BatchShard:
+    def shard(self, batch: Batch) -> BatchShard:
         """Return this rank's part of a batch that all ranks have: some of its rows, and some tokens of these."""
-        rows = self.world.share(batch, "data", "shards")
+        rows = self.world.shard(batch, "data", "shards")
         return rows if self.context is None else rows._replace(batch=shard_tokens(rows.batch, self.context))
 
     # --- gradients ---
 
     def begin_final_backward(self) -> None:
         """Announce that the next backward pass is the last one of this step, so that gradients can be sent early."""
-        self.summed.begin_final_backward()
+        self.buckets.begin_final_backward()
 
     def finish(self) -> None:
         """Finish summing the gradients over the ranks and move them to `own`."""
-        self.summed.finish()
+        self.buckets.finish()
         self.collect_gradients()
 
     def norm(self) -> Tensor:

@@ -47,12 +47,12 @@ def _llama(width: int, layers: int, heads: int, hidden: int, **others: Any) -> d
 
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     """The experts of gpt-oss are published in mxfp4, everything else in bfloat16."""
-    unquantised = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    unquantized = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     return {
         "model_type": "gpt_oss",
         "num_hidden_layers": layers,
         "num_local_experts": experts,
-        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": unquantised},
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": unquantized},
     }
 
 

@@ -17,7 +17,7 @@
   `logit_attribution` what each head adds to a logit.
 - Numbers: `model_steps` has every step of one head for one query, from the residual stream to the residual stream.
 - Statistics: `resampling` has bootstrap intervals and permutation tests, `random_baseline` untrained models.
-- Output: `measure_tables` prints measures with their intervals, `table_files` writes them as JSON or CSV.
+- Output: `measure_tables` prints measures with their intervals, `head_table` writes them as JSON or CSV.
   `head_figures` draws all heads, `attention_figures` single heads on the texts that `picture_examples` chooses;
   `head_report` writes them.
 """

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import SpecError, suggest
 from ..inspect.attention_sites import require_ability
-from ..inspect.hooks import AttentionCall, ModelRun
+from ..inspect.hooks import ModelRun, ObservedCall
 from ..inspect.model_inputs import get_streams, prepare_inputs
 from ..traces.head_aggregates import multiply_rollout
 from .head_circuits import AttentionCircuits, get_circuits
@@ -166,7 +166,7 @@ class _MapHook:
         self.value_norms: Tensor | None = None
         self.reason = "its weights cannot be read by head" if circuits is None else ""
 
-    def on_call(self, call: AttentionCall) -> None:
+    def on_call(self, call: ObservedCall) -> None:
         """Keep the weights of the output heads, and compute the norms of their values after W_O."""
         weights = call.all_weights()[0].detach().float().cpu()
         if self.circuits is None:

@@ -458,14 +458,21 @@ def with_ansi_colour(text: str, group: str) -> str:
 
 
 def format_head_table(table: HeadTable, colour: ColourFunction = without_colour) -> str:
-    """Format a table as a grid of class letters by layer, followed by the heads with the highest score in each
-    class.
+    """Format a table: the legend of the class letters, a grid of them by layer, and the heads with the highest score
+    in each class.
     """
-    lines = [f"{table.model}, {table.texts}", "", *_grid_lines(table, colour), ""]
+    lines = [f"{table.model}, {table.texts}", "", *_legend_lines(table), "", *_grid_lines(table, colour), ""]
     for group in CLASS_STYLES:
         if group != "unclear":
             lines += _top_heads(table, group, colour)
     return "\n".join([*lines, *format_notes(table.notes)])
+
+
+def _legend_lines(table: HeadTable) -> list[str]:
+    """Explain the letters of the grid."""
+    groups = {class_group(head.classes[0].name) if head.classes else "unclear" for head in table.heads}
+    letters = [f"{_class_letter(group)} {group}" for group in CLASS_STYLES if group in groups]
+    return textwrap.wrap(f"{', '.join(letters)}; in lower case if the score is below 0.5", LINE_WIDTH)
 
 
 def _grid_lines(table: HeadTable, colour: ColourFunction) -> Iterator[str]:
@@ -489,8 +496,12 @@ def _cell_letter(head: HeadMeasures | None, colour: ColourFunction) -> str:
     if not head.classes:
         return " · "
     group = class_group(head.classes[0].name)
-    letter = "·" if group == "unclear" else CLASS_STYLES[group][0]
+    letter = _class_letter(group)
     return " " + colour(letter if head.classes[0].score >= 0.5 else letter.lower(), group) + " "
+
+
+def _class_letter(group: str) -> str:
+    return "·" if group == "unclear" else CLASS_STYLES[group][0]
 
 
 def _top_heads(table: HeadTable, group: str, colour: ColourFunction) -> Iterator[str]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..errors import suggest
-from ..inspect.hooks import AttentionCall, ModelRun, SiteModule
+from ..inspect.hooks import ModelRun, ObservedCall, SiteModule
 from ..inspect.model_inputs import prepare_inputs
 from .annotated_examples import Example, find_sink_tokens
 from .weight_bands import MIN_NON_SINK_WEIGHT
@@ -245,7 +245,7 @@ class RowSamplingHook:
         self.allowed: Tensor | None = None
         self.unsupported_reason = ""
 
-    def on_call(self, call: AttentionCall) -> None:
+    def on_call(self, call: ObservedCall) -> None:
         """Compute and keep the sampled rows only."""
         weights = torch.cat([call.all_weights(run)[0] for run in self.query_runs], 1)
         allowed = torch.cat([call.allowed_pairs(run)[0] for run in self.query_runs], 1)
@@ -316,7 +316,7 @@ class HeadOutputsHook:
     def __init__(self) -> None:
         self.outputs: Tensor | None = None
 
-    def on_call(self, call: AttentionCall) -> None:
+    def on_call(self, call: ObservedCall) -> None:
         """Do nothing: weights are not needed."""
 
     def on_head_outputs(self, outputs: Tensor) -> None:

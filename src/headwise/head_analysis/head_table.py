@@ -1,15 +1,20 @@
-"""The heads of a model with their measures and classes, as rows of a table and as plain values."""
+"""The heads of a model with their measures and classes: rows of a table, plain values, and files of both."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+from ..errors import SpecError
+from ..files import write_atomically
+from ..output_paths import FileKind, check_output
 
 CSV_COLUMNS = (
     *("site", "stack", "kind", "layer", "head", "kv", "class", "measure"),
@@ -126,8 +131,6 @@ class HeadTable:
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> None:
         """Write the table to a .json file with `data`, or to a .csv file."""
-        from .table_files import save_table
-
         save_table(path, self.data, self.to_csv, overwrite=overwrite)
 
     def to_csv(self) -> str:
@@ -201,3 +204,27 @@ def locate_head(name: str, layers: Iterable[LayerName]) -> tuple[str, int]:
 
 def _layer_letter(layer: LayerName) -> str:
     return "X" if layer.kind == "cross" else "E" if layer.stack == "encoder" else "D"
+
+
+# --- Files of tables ---------------------------------------------------------------------------------------
+
+TABLE_SUFFIXES = (".json", ".csv")
+TABLE_NAME = "table of heads"
+# The first key of the .json files, and the first column names of both kinds of .csv files.
+TABLE_FILE = FileKind(TABLE_NAME, (f'"format": "{TABLE_NAME}"'.encode(), b"site,stack,kind,", b"site,head,importance,"))
+
+
+def save_table(
+    path: Path | str, data: Mapping[str, Any], to_csv: Callable[[], str], *, overwrite: bool = False
+) -> None:
+    """Write a table as .json or .csv; the file appears complete or not at all."""
+    suffix = Path(path).suffix
+    if suffix not in TABLE_SUFFIXES:
+        suffixes = ", ".join(TABLE_SUFFIXES)
+        raise SpecError(f"cannot save heads to {path}: its suffix is {suffix!r}; use one of {suffixes}")
+    target = check_output(path, TABLE_FILE, "overwrite" if overwrite else "refuse")
+    if suffix == ".csv":
+        write_atomically(target, to_csv().encode())
+        return
+    document = {"format": TABLE_NAME} | dict(data)
+    write_atomically(target, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import suggest
-from ..inspect.hooks import AttentionCall, AttentionHook, ModelRun, SiteModule, hook_sites
+from ..inspect.hooks import AttentionHook, ModelRun, ObservedCall, SiteModule, hook_sites
 from ..inspect.model_inputs import ModelInputs
 from ..models import Transformer
 from ..models.block import LayerInputs, LayerStack
@@ -45,7 +45,7 @@ class HeadAblationHook:
         self.ablated_heads = list(heads)
         self.num_heads = 0
 
-    def on_call(self, call: AttentionCall) -> None:
+    def on_call(self, call: ObservedCall) -> None:
         """Do nothing: weights are not needed."""
 
     def on_head_outputs(self, outputs: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class HeadOutputCapture:
     def __init__(self) -> None:
         self.outputs: list[Tensor] = []
 
-    def on_call(self, call: AttentionCall) -> None:
+    def on_call(self, call: ObservedCall) -> None:
         """Do nothing: weights are not needed."""
 
     def on_head_outputs(self, outputs: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .head_table import Measure
+from .head_table import Measure, save_table
 
 SIGNIFICANCE_LEVEL = 0.05  # largest corrected p-value of a significant head
 IMPORTANCE_COLUMNS = ("site", "head", "importance", "low", "high", "corrected p")
@@ -102,8 +102,6 @@ class ImportanceResult:
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> None:
         """Write the result to a .json file with `data`, or to a .csv file with one line for each head."""
-        from .table_files import save_table
-
         save_table(path, self.data, self.to_csv, overwrite=overwrite)
 
     def to_csv(self) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..inspect.attention_sites import require_ability
-from ..inspect.hooks import AttentionCall, ModelRun
+from ..inspect.hooks import ModelRun, ObservedCall
 from ..inspect.model_inputs import prepare_inputs
 from ..models import Transformer
 from ..models.feed_forward import NormLayer
@@ -129,7 +129,7 @@ class _OutputHook:
     def __init__(self) -> None:
         self.outputs = torch.empty(0)
 
-    def on_call(self, call: AttentionCall) -> None:
+    def on_call(self, call: ObservedCall) -> None:
         """Do nothing: weights are not needed."""
 
     def on_head_outputs(self, outputs: Tensor) -> None:

@@ -19,7 +19,7 @@ from .. import backends
 from ..errors import SpecError, suggest
 from ..inspect.adapters.native_attention import HeadwiseCall
 from ..inspect.attention_sites import find_attention
-from ..inspect.hooks import AttentionCall, ModelRun
+from ..inspect.hooks import ModelRun, ObservedCall
 from ..inspect.model_inputs import prepare_inputs
 from ..interfaces.core_types import Probe
 from ..masking.patterns import Pattern
@@ -220,7 +220,7 @@ class _RankHook:
         self.ranks: dict[str, np.ndarray] = {}
         self.width = 0
 
-    def on_call(self, call: AttentionCall) -> None:
+    def on_call(self, call: ObservedCall) -> None:
         """Compute the ranks of the first queries."""
         stages = _score_stages(call)
         self.ranks = {
@@ -235,7 +235,7 @@ class _RankHook:
         """Do nothing: outputs are not needed."""
 
 
-def _score_stages(call: AttentionCall) -> Mapping[str, Tensor]:
+def _score_stages(call: ObservedCall) -> Mapping[str, Tensor]:
     """Scores and weights [B, heads, T, S] of the first queries; only the weights if queries and keys are unknown."""
     queries = slice(0, MAX_QUERIES)
     if isinstance(call, HeadwiseCall):

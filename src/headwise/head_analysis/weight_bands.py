@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..inspect.hooks import AttentionCall, ModelRun, SiteModule
+from ..inspect.hooks import ModelRun, ObservedCall, SiteModule
 from ..inspect.model_inputs import prepare_inputs
 from .annotated_examples import Example, TokenAnnotations, find_sink_tokens
 
@@ -208,7 +208,7 @@ class WeightBandHook:
     def __init__(self, name: str, example: Example, streams: tuple[str, str], add_band: BandCallback) -> None:
         self.name, self.example, self.streams, self.add_band = name, example, streams, add_band
 
-    def on_call(self, call: AttentionCall) -> None:
+    def on_call(self, call: ObservedCall) -> None:
         """Split the rows of an attention call into bands, each with the range of keys that its queries may read."""
         query_tokens, key_tokens = (self.example.streams[stream] for stream in self.streams)
         last = max(0, query_tokens.count - 1)

@@ -44,8 +44,8 @@ def load_transformers_folder(folder: Path, dropout: float = 0.0) -> Transformer:
     record = find_record(folder)
     resized = record if record and record.model else None
     model_spec = resized.model if resized and resized.model else described_by(folder / CONFIG_FILE)
-    if quantised := [note for note in model_spec.notes if note.startswith("quantization_config")]:
-        raise SpecError(f"{folder}: {quantised[0]}; give a folder with weights in 16 or 32 bits")
+    if quantized := [note for note in model_spec.notes if note.startswith("quantization_config")]:
+        raise SpecError(f"{folder}: {quantized[0]}; give a folder with weights in 16 or 32 bits")
     names, constants = get_weight_names(model_spec.name), {}
     if resized:
         _check_files(folder, resized)

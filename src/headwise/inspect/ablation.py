@@ -1,4 +1,8 @@
-"""Ablate and patch heads while a model runs: scale their outputs, or replace them by vectors, other rows or noise."""
+"""Ablate and patch heads while a model runs: scale their outputs, or replace them by vectors, other rows or noise.
+
+`ablate` and `patch` make an `OutputEditor` for each attention layer, and `hook_sites` installs it through the adapter
+of the layer, which calls it with the head outputs before the output projection.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention_sites import find_attention
-from .hooks import AttentionCall, SiteModule, hook_sites
+from .hooks import ObservedCall, SiteModule, hook_sites
 from .site import Site, Sites
 
 MAX_SEED = 2**31
@@ -29,7 +33,7 @@ class HeadCall(NamedTuple):
     head: int
     output: Tensor
     token_mask: Tensor | None
-    call: AttentionCall | None
+    call: ObservedCall | None
 
     @property
     def patched_vectors(self) -> Tensor:
@@ -256,9 +260,9 @@ class OutputEditor:
         self.site, self.tokens = site, tokens
         self.needs_call = any(patch.needs_call for patch in patches.values())
         self.patch_functions = {head: patch.make_function(site, head) for head, patch in patches.items()}
-        self._call: AttentionCall | None = None
+        self._call: ObservedCall | None = None
 
-    def on_call(self, call: AttentionCall) -> None:
+    def on_call(self, call: ObservedCall) -> None:
         """Keep the inputs of the attention for patches that need them."""
         self._call = call
 
@@ -301,7 +305,7 @@ ABLATION_MODES = ("zero", "mean", "resample", "noise")
 def make_ablation(mode: str, scale: float = 0.0, seed: int = 0) -> HeadPatch:
     """Make the patch of one ablation mode; `scale` belongs to "zero", `seed` to "resample" and "noise"."""
     if mode not in ABLATION_MODES:
-        raise ValueError(f"mode={mode!r} is no way to ablate a head; give one of {', '.join(ABLATION_MODES)}")
+        raise ValueError(f"mode={mode!r} is unknown; give one of {', '.join(ABLATION_MODES)}")
     if type(scale) not in (int, float) or not math.isfinite(scale):
         raise ValueError(f"scale={scale!r} is not a finite number; give 0 to ablate, 0.5 to halve")
     if scale and mode != "zero":
@@ -343,8 +347,8 @@ def ablate(
     ... )
     >>> ids = torch.tensor([[3, 1, 4]])
     >>> with ablate(net, [(0, 1), (1, "all")], tokens=[-1]):
-    ...     quiet = net(ids)
-    >>> torch.equal(quiet[:, :-1], net(ids)[:, :-1]), torch.equal(quiet[:, -1], net(ids)[:, -1])
+    ...     ablated = net(ids)
+    >>> torch.equal(ablated[:, :-1], net(ids)[:, :-1]), torch.equal(ablated[:, -1], net(ids)[:, -1])
     (True, False)
     """
     if isinstance(heads, Mapping):

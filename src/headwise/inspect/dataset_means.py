@@ -15,7 +15,7 @@ from ..errors import suggest
 from ..masking.sequence_info import SequenceInfo
 from .ablation import ALL_HEADS, HeadCall, HeadPatch, HeadRef, Noise, PatchFunction, check_shape, group_by_site
 from .attention_sites import find_attention
-from .hooks import AttentionCall, HeadValues, hook_sites
+from .hooks import HeadValues, ObservedCall, hook_sites
 from .model_inputs import INPUT_KINDS, ModelInputs, prepare_inputs
 
 TokenMasks = Mapping[str, Tensor]  # stack -> mask [B, T] of the tokens that count (missing: all)
@@ -29,9 +29,9 @@ class OutputObserver(ABC):
     site: str
     head_indices: tuple[int, ...]
     token_mask: Tensor | None = field(default=None, init=False)
-    call: AttentionCall | None = field(default=None, init=False)
+    call: ObservedCall | None = field(default=None, init=False)
 
-    def on_call(self, call: AttentionCall) -> None:
+    def on_call(self, call: ObservedCall) -> None:
         """Keep the inputs of the attention until its outputs are known."""
         self.call = call
 
@@ -484,7 +484,7 @@ def _add_centred(first: Tensor, second: Tensor) -> Tensor:
     return long + torch.nn.functional.pad(short, (padding, padding))
 
 
-def _allowed_pairs(site: str, call: AttentionCall, head_values: HeadValues, output_BTV: Tensor) -> Tensor:
+def _allowed_pairs(site: str, call: ObservedCall, head_values: HeadValues, output_BTV: Tensor) -> Tensor:
     """Keys that each query of a head may attend to, [B or 1, T, S]; raises if weights by offset are not defined."""
     queries, keys = output_BTV.shape[1], head_values.v_BSV.shape[1]
     if output_BTV.dim() != 3 or queries != keys:

@@ -179,8 +179,11 @@ def _to_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-class AttentionCall(Protocol):
-    """Interface to the inputs of one attention call. Valid only during the call, because caches overwrite tensors."""
+class ObservedCall(Protocol):
+    """Interface to the inputs and weights of one attention call of any model, which `AttentionHook.on_call` receives.
+
+    It is valid only during the call, because caches overwrite tensors.
+    """
 
     def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         """Attention weights of all heads for a range of queries, [B, H, T, S]. `keys` must include all allowed keys."""
@@ -218,7 +221,7 @@ class AttentionHook(Protocol):
 
     needs_call: bool
 
-    def on_call(self, call: AttentionCall, /) -> None:
+    def on_call(self, call: ObservedCall, /) -> None:
         """Observe the inputs of the attention."""
         ...
 
@@ -231,7 +234,7 @@ MASK_THRESHOLD = -1e4  # a bias of this or less is treated as a mask
 
 HooksByModule = Mapping[nn.Module, tuple[AttentionHook, ...]]
 NO_HOOKS: HooksByModule = MappingProxyType({})
-_ACTIVE_HOOKS: ContextVar[HooksByModule] = ContextVar("watched", default=NO_HOOKS)
+_ACTIVE_HOOKS: ContextVar[HooksByModule] = ContextVar("active_hooks", default=NO_HOOKS)
 
 
 def get_hooks(module: nn.Module) -> tuple[AttentionHook, ...]:
@@ -309,7 +312,7 @@ class SiteAdapter(ABC):
 
 
 class WeightsOnlyCall:
-    """An attention call whose inputs are unknown, except for its weights [B, H, T, S]."""
+    """`ObservedCall` of which only the attention weights [B, H, T, S] are known, not queries, keys and values."""
 
     attention_inputs = key_positions = None
 
@@ -422,7 +425,7 @@ class SiteHook:
         }
         self.needs_call = any(observer.needs_call for observer in self.hook_of_call.values())
 
-    def on_call(self, call: AttentionCall) -> None:
+    def on_call(self, call: ObservedCall) -> None:
         """Pass the inputs to the observer of the current depth."""
         observer = self.hook_of_call.get(self._call_index())
         if observer is not None and observer.needs_call:
@@ -449,7 +452,7 @@ class SiteHook:
 
 
 RunningForwards = Mapping[SiteHooks, Counter[nn.Module] | None]
-_RUNNING_FORWARDS: ContextVar[RunningForwards] = ContextVar("forwards", default=MappingProxyType({}))
+_RUNNING_FORWARDS: ContextVar[RunningForwards] = ContextVar("running_forwards", default=MappingProxyType({}))
 _FORWARD_PATCHES: dict[type, MethodPatch] = {}
 
 

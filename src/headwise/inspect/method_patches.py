@@ -72,7 +72,10 @@ class MethodPatch(SharedPatch):
 
 
 class EagerStance(SharedPatch):
-    """Runs compiled functions and modules without compilation, which would trace hooks; if any can exist."""
+    """Makes torch run compiled functions and modules eagerly while hooks are active, which a compiled graph would skip.
+
+    It does nothing in a process that has not imported torch's compiler.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,8 +111,8 @@ class ForwardOverride(Protocol):
 
 OverridesByModule = Mapping[nn.Module, tuple[ForwardOverride, ...]]
 _NO_OVERRIDES: OverridesByModule = MappingProxyType({})
-_ACTIVE_OVERRIDES: ContextVar[OverridesByModule] = ContextVar("overrides", default=_NO_OVERRIDES)
-_RUNNING: ContextVar[tuple[nn.Module, ...]] = ContextVar("running", default=())
+_ACTIVE_OVERRIDES: ContextVar[OverridesByModule] = ContextVar("active_overrides", default=_NO_OVERRIDES)
+_RUNNING_MODULES: ContextVar[tuple[nn.Module, ...]] = ContextVar("running_modules", default=())
 _FORWARD_PATCHES: dict[type, MethodPatch] = {}
 
 
@@ -140,17 +143,17 @@ def _forward_owner(module_type: type) -> type:
 
 def _wrap_forward(original: ForwardFunction) -> ForwardFunction:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        overrides, running = _ACTIVE_OVERRIDES.get().get(self, ()), _RUNNING.get()
+        overrides, running = _ACTIVE_OVERRIDES.get().get(self, ()), _RUNNING_MODULES.get()
         if not overrides or self in running:  # a super().forward() call inside an override
             return original(self, *args, **kwargs)
         run: ForwardFunction = partial(original, self)
         for override in overrides:
             run = partial(_run_override, override, run)
-        token = _RUNNING.set((*running, self))
+        token = _RUNNING_MODULES.set((*running, self))
         try:
             return run(*args, **kwargs)
         finally:
-            _RUNNING.reset(token)
+            _RUNNING_MODULES.reset(token)
 
     return forward
 

@@ -26,7 +26,7 @@ BYTE_TOKENIZER = "bytes"
 TOKENIZER_KINDS = "a tokenizer of transformers or tokenizers, a tokenizer.json or its folder, or 'bytes'"
 TOKENIZER_REMEDY = "give tokenizer=, one of transformers or the folder of one"
 
-_current_tokenizer: ContextVar[tuple[nn.Module, Tokenizer] | None] = ContextVar("given_tokenizer", default=None)
+_current_tokenizer: ContextVar[tuple[nn.Module, Tokenizer] | None] = ContextVar("current_tokenizer", default=None)
 
 
 def find_model_folder(model: nn.Module) -> Path | None:

@@ -16,7 +16,7 @@ from ..traces import AttentionCallRecord, AttentionRecord, PackedMask, TokenRow,
 from ..traces.attention_record import Array
 from ..traces.attention_trace import format_bytes
 from .attention_sites import find_attention
-from .hooks import AttentionCall, AttentionInputs, ModelRun, SiteModule
+from .hooks import AttentionInputs, ModelRun, ObservedCall, SiteModule
 from .model_inputs import ModelInputs, get_streams, prepare_inputs
 from .site import Site, Sites
 
@@ -117,7 +117,7 @@ class CallRecorder:
         self.kv_head_of_query: tuple[int, ...] = ()
         self.reason = ""
 
-    def on_call(self, call: AttentionCall) -> None:
+    def on_call(self, call: ObservedCall) -> None:
         """Record a call, or the reason why it cannot be recorded."""
         if self.reason:
             return
@@ -170,7 +170,7 @@ class CallRecorder:
             self.chunks[name][0].shape[2:] == shape for name, shape in head_shapes.items() if name in self.chunks
         )
 
-    def _record_weights(self, call: AttentionCall) -> None:
+    def _record_weights(self, call: ObservedCall) -> None:
         """Record the weights of a call that cannot be recomputed from queries and keys."""
         try:
             weights = call.all_weights()
@@ -483,7 +483,7 @@ class TokenCounter:
     def __init__(self) -> None:
         self.counts = (0, 0)
 
-    def on_call(self, call: AttentionCall) -> None:
+    def on_call(self, call: ObservedCall) -> None:
         """Count queries and keys."""
         inputs = call.attention_inputs
         weights = call.head_weights(0, slice(0, 1)) if inputs is None else None

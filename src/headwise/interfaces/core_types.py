@@ -1,12 +1,13 @@
 """Values that parts, the layer, the cost model, probes and backends exchange.
 
 Tensor names end in the letters of their axes: B batch, T queries, S keys, H score heads, G key or value heads,
-O output heads, K key channels, V value channels, D model width, E width of the source (the model width in
-self-attention).
+R rows of weights, O output heads, K key channels, V value channels, D model width, E width of the source (the model
+width in self-attention), C channels before they are divided among heads.
 
-Three kinds of head are kept apart. A score head computes one score per (query, key) pair. A row of weights is one
-head's attention weights after any mixing of heads; it is multiplied with one value head. An output head is what the
-merge receives; some output steps combine several rows into one output head.
+H, R and O count three kinds of head, and are equal in plain multi-head attention. A score head (H) computes one score
+per (query, key) pair. A row of weights (R) is one head's attention weights after any mixing of heads; it is multiplied
+with one value head. An output head (O) is what the merge receives; some output steps combine several rows into one
+output head, as differential attention does with two.
 """
 
 from __future__ import annotations

@@ -167,11 +167,15 @@ class ValueStep(Modifier):
     @abstractmethod
     def pair_value(self, i: int, j: int, p: PartParams) -> Tensor: ...
     @abstractmethod
-    def weighted_values(self, w_BHTS: Tensor, i: Tensor, j: Tensor, p: PartParams) -> Tensor: ...
+    def weighted_values(self, w_BRTS: Tensor, i: Tensor, j: Tensor, p: PartParams) -> Tensor: ...
 
 
 class OutputStep(Modifier):
-    """Changes per-head outputs token by token; with `combines_rows`, several rows become one output head."""
+    """Changes per-head outputs token by token; with `combines_rows`, several rows become one output head.
+
+    `transform_outputs` receives o_BTRV, one output for each row of weights (or for each output of the step before), and
+    returns o_BTOV.
+    """
 
     combines_rows: ClassVar[bool] = False
     unrestricted_sides: ClassVar[str] = "k"
@@ -190,7 +194,7 @@ class OutputStep(Modifier):
         return tuple(range(rows))
 
     @abstractmethod
-    def transform_outputs(self, o_BTHV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor: ...
+    def transform_outputs(self, o_BTRV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor: ...
 
 
 class Gate(Modifier):

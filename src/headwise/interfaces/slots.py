@@ -45,9 +45,9 @@ class Project(Part):
         entry = self.project_kv(x_BTD, transform, p)
         return self.project_query(x_BTD, transform, p), entry
 
-    def project_heads(self, o_BTHV: Tensor, score_heads: tuple[int, ...], p: PartParams) -> Tensor:
+    def project_heads(self, o_BTRV: Tensor, score_heads: tuple[int, ...], p: PartParams) -> Tensor:
         """The weighted sums of these score heads, projected to value width."""
-        return o_BTHV
+        return o_BTRV
 
     def transformed_dims(self, spec: AttentionSpec) -> int:
         """The number of channels per query or key head that QK transforms (RoPE, QK-norm) receive."""

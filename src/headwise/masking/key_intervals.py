@@ -123,7 +123,7 @@ class KeyBand(NamedTuple):
         )
 
     @property
-    def memory(self) -> KeyRetention:
+    def retention(self) -> KeyRetention:
         """The smallest retention that follows from the bounds."""
         by_age = KeyRetention(0, None if self.back is None else self.back + 1)
         return by_age if self.high is None else smallest_retention(by_age, KeyRetention(self.high, 1))

@@ -142,7 +142,7 @@ def _literal(node: ast.expr) -> Any:
 
 @dataclass(frozen=True, repr=False)
 class Pattern(ABC):
-    """A rule for which keys each query may attend to."""
+    """A rule for which keys each query may attend to, and so for which past keys a KV cache must keep (`retention`)."""
 
     @abstractmethod
     def allows(self, i: Any, j: Any) -> Any:
@@ -242,7 +242,7 @@ class BandedPattern(LineCountedPattern):
     @final
     @property
     def retention(self) -> KeyRetention:
-        return largest_retention(*(band.memory for band in self.bands))
+        return largest_retention(*(band.retention for band in self.bands))
 
     @final
     @property

@@ -1,6 +1,6 @@
 """The attention layer: it owns the weights and runs the steps of attention in order.
 
-     1 project      x to queries, keys and values, which a cache remembers
+     1 project      x to queries, keys and values; a cache stores the last two
      2 transform    queries and keys, by position or norm (RoPE, QK-norm)
      3 compare      similarity scores of every query with every key
      4 change       scores (ALiBi, softcap, talking heads)
@@ -13,11 +13,14 @@
     11 merge        head outputs to the model's width
 
 `Attention` runs 1, 2 and 9 to 11 itself. Steps 3 to 8 are the core: `backends/dense.py` writes them out in plain tensor
-operations, and the backend that `backends/dispatch.py` selects computes the same result, usually faster. How a call
-runs is decided before any of this, in `attention_call`.
+operations, and the backend that `backends/dispatch.py` selects computes the same result, usually faster. Before step 1,
+`CallPlanner.prepare` in `attention_call` checks the arguments and lists the backends that support the call.
 
-Shapes: B batch, T queries, S keys, H query heads, G key-value heads, O output heads, K and V channels of a head,
-D model width.
+So `layer(x)` reaches a kernel by `forward`, `head_outputs_and_gates`, `attend`, `CoreDispatch.attend`, and the `attend`
+of one backend, which calls torch or a kernel of `headwise.kernels`.
+
+Shapes: B batch, T queries, S keys, H query heads, G key-value heads, R rows of weights, O output heads, K and V
+channels of a key and a value, D model width. H, R and O are equal unless a part mixes or combines heads.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from ..interfaces.core_types import PartParams, Probe, QueryContext
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from ..spec.attention_spec import AttentionSpec
 from . import call_validation
-from .attention_call import AttentionArguments, AttentionCall, CallPlanner, LayerState
+from .attention_call import AttentionArguments, CallPlanner, LayerState, PlannedCall
 from .bound_parts import BoundParts, StepObserver
 from .parallel_context import HasParallelContext
 from .part_weights import NO_SHARED, PartWeights, check_shared, shared_within
@@ -87,7 +90,7 @@ class Attention(HasParallelContext, nn.Module):
         """y [B, T, model]: attention of each token of x over x itself, or over `source` (cross-attention).
 
         `cache` keeps the tokens of x for later calls; `sequence` gives positions and marks padding; `mask`
-        [B, H, T, S] is True where a key may be attended to; `probe` reads or changes tensors on the way.
+        [B, H, T, S] is True where a key may be attended to; `probe` reads or changes tensors inside the layer.
         """
         o_BTOV, _ = self.head_outputs_and_gates(AttentionArguments(x, source, cache, sequence, mask, probe))
         return self.merge_heads(o_BTOV)
@@ -106,21 +109,18 @@ class Attention(HasParallelContext, nn.Module):
         return self.head_outputs_and_gates(AttentionArguments(x, source, cache, sequence, mask, probe))[0]
 
     def head_outputs_and_gates(self, arguments: AttentionArguments) -> tuple[Tensor, Sequence[Tensor]]:
-        """Gated head outputs o [B, T, O, vdim], and the values of the gates.
-
-        The numbers in the comments are the steps in the docstring of the module.
-        """
+        """Gated head outputs o [B, T, O, vdim] and the values of the gates: steps 1 to 10 of the module's docstring."""
         call = self.planner.prepare(arguments, self._state)  # raises before a cache changes
         parts, plan, probe = self.parts, call.plan, call.probe
         x_BTD = self.parallel.copy_to_heads(call.x)
 
-        # 1, 2
+        # 1 project, 2 transform
         q_BTHK, kv_entry, kv_sequence = self.project_queries_and_kv(x_BTD, call)
         kv_transforms = parts.qk_transforms(kv_sequence.position)
         k_BSGK, v_BSGV = plan.project.expand_kv(kv_entry, kv_transforms, self.weights["project"])
         q_BTHK, k_BSGK, v_BSGV = probe("q", q_BTHK), probe("k", k_BSGK), probe("v", v_BSGV)
 
-        # 3 to 8, after the values of the gates: so a backend can skip closed heads
+        # 3 to 8, the core; it receives the values of the gates, so that a backend can skip closed heads
         context = QueryContext(x_BTD, q_BTHK, plan.scale, call.sequence)
         attention_mask = AttentionMask(call.sequence, kv_sequence, self.spec.pattern, call.mask)
         with self.parallel.head_local_rng(self.training):
@@ -130,11 +130,12 @@ class Attention(HasParallelContext, nn.Module):
             o_BTRV = self.attend(call, attention_mask, inputs)
         self._update_recurrent_state(call, inputs, kv_sequence)
 
-        # 9, 10
-        o_BTOV = plan.project.project_heads(o_BTRV, parts.score_head_of_row, self.weights["project"])
-        return probe("heads", parts.finish_outputs(o_BTOV, x_BTD, gates)), gates
+        # 9 change outputs, 10 gate
+        o_BTRV = plan.project.project_heads(o_BTRV, parts.score_head_of_row, self.weights["project"])
+        o_BTOV = parts.finish_outputs(o_BTRV, x_BTD, gates)
+        return probe("heads", o_BTOV), gates
 
-    def project_queries_and_kv(self, x_BTD: Tensor, call: AttentionCall) -> tuple[Tensor, KVEntry, SequenceInfo]:
+    def project_queries_and_kv(self, x_BTD: Tensor, call: PlannedCall) -> tuple[Tensor, KVEntry, SequenceInfo]:
         """Queries of x, and what they attend to with its positions: x and the cached tokens, or the source."""
         project, transforms = call.plan.project, self.parts.qk_transforms(call.sequence.position)
         if call.source is None:
@@ -144,7 +145,7 @@ class Attention(HasParallelContext, nn.Module):
         source = self.project_source(call.source) if isinstance(call.source, Tensor) else call.source
         return q_BTHK, source.entry, source.sequence
 
-    def extend_kv(self, kv_entry: KVEntry, call: AttentionCall) -> tuple[KVEntry, SequenceInfo]:
+    def extend_kv(self, kv_entry: KVEntry, call: PlannedCall) -> tuple[KVEntry, SequenceInfo]:
         """The kv entries that queries attend to, with positions: of new tokens, of other ranks, and from the cache."""
         kv_entry, sequence = self.parallel.gather_tokens(kv_entry, call.sequence)
         if call.cache is None:
@@ -152,8 +153,8 @@ class Attention(HasParallelContext, nn.Module):
         extend = call.cache.extend_in_place if call.plan.reads_cache_in_place else call.cache.extend
         return extend(kv_entry, sequence)
 
-    def attend(self, call: AttentionCall, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
-        """The core, o [B, T, rows of weights, vdim], on the backend that `plan.dispatch` selects for these tensors."""
+    def attend(self, call: PlannedCall, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
+        """The core (steps 3 to 8), o [B, T, R, vdim], on the backend that `plan.dispatch` selects for these tensors."""
         return call.plan.dispatch.attend(attention_mask, inputs, self.parts.core_steps, call.probe)
 
     def merge_heads(self, o_BTOV: Tensor) -> Tensor:
@@ -219,11 +220,11 @@ class Attention(HasParallelContext, nn.Module):
         weight = self.weights["project"].first_parameter
         return LayerState(weight, self.backend_name, self.training, self.parallel.num_token_shards)
 
-    def _update_recurrent_state(self, call: AttentionCall, inputs: CoreInputs, sequence: SequenceInfo) -> None:
+    def _update_recurrent_state(self, call: PlannedCall, inputs: CoreInputs, sequence: SequenceInfo) -> None:
         """Keep the state after these tokens, if the cache holds a state instead of keys and values."""
         if not isinstance(call.cache, RecurrentStateCache):
             return
         assert self.core_steps.recurrent_part is not None
         part, p = self.core_steps.recurrent_part
-        values = backends.values_per_row(inputs, call.plan.call)
+        values = backends.values_per_row(inputs, call.plan.signature)
         call.cache.set_state(part.update_state(inputs.state, *values, sequence.is_real, p))

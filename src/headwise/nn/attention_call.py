@@ -1,4 +1,4 @@
-"""One call of an attention layer: its arguments, checked and completed, and how it will run."""
+"""Planning of a call of an attention layer: arguments checked and completed, and the backends that may run its core."""
 
 from __future__ import annotations
 
@@ -42,20 +42,22 @@ class LayerState(NamedTuple):
 
 
 class ExecutionPlan(NamedTuple):
-    """How one kind of call runs, and the backends that may run the core.
+    """How one kind of call runs, the same for all calls with this signature.
 
     `project` is `spec.project`, or its form for a single query: MLA then compares queries with the cached latents.
+    `dispatch` holds the backends that support the call, and `scale` multiplies the scores. With `reads_cache_in_place`
+    the backend reads cached tensors in the format in which they are stored (pages, int8).
     """
 
     project: Project
-    call: CallSignature
+    signature: CallSignature
     dispatch: CoreDispatch | PackedDispatch
     reads_cache_in_place: bool
     scale: float
 
 
-class AttentionCall(NamedTuple):
-    """One call, ready to run."""
+class PlannedCall(NamedTuple):
+    """One call of the layer: its arguments, checked and completed, and the plan by which it runs."""
 
     x: Tensor
     source: Tensor | ProjectedSource | None
@@ -80,7 +82,7 @@ class CallPlanner:
         self._position_limit = call_validation.PositionLimit.of(spec)
         self._plans: dict[tuple[object, ...], ExecutionPlan] = {}
 
-    def prepare(self, arguments: AttentionArguments, layer: LayerState) -> AttentionCall:
+    def prepare(self, arguments: AttentionArguments, layer: LayerState) -> PlannedCall:
         """Check and complete the arguments of a call; errors about them are raised here, before a cache changes."""
         x, source, cache, sequence, mask, _ = arguments
         call_validation.check_call(self.spec, x, source, cache, sequence, layer.weight)
@@ -92,7 +94,7 @@ class CallPlanner:
         elif sequence is None and cache is not None:
             sequence = cache.next_positions(x.shape[1])
         assert sequence is not None
-        call = AttentionCall(x, source, cache, sequence, mask, probe, self._plan(arguments, sequence, layer))
+        call = PlannedCall(x, source, cache, sequence, mask, probe, self._plan(arguments, sequence, layer))
         self.check_positions(sequence)
         return call
 
@@ -104,7 +106,7 @@ class CallPlanner:
     def _plan(self, arguments: AttentionArguments, sequence: SequenceInfo, layer: LayerState) -> ExecutionPlan:
         x, _, cache, _, mask, probe = arguments
         single_query = x.shape[1] == 1
-        signature = {
+        properties = {
             "device": x.device.type,
             "dtype": call_validation.compute_dtype(x),
             "needs_grad": torch.is_grad_enabled(),
@@ -117,26 +119,26 @@ class CallPlanner:
             "is_compiling": torch.compiler.is_compiling(),
             "cache_format": None if cache is None else cache.storage_format,
             "is_transformed": is_under_functorch(),
-            "is_packed": self._runs_sequences_apart(arguments, sequence, layer),
+            "is_packed": self._splits_packed_rows(arguments, sequence, layer),
         }
-        key = (layer.backend_name, *signature.values())
+        key = (layer.backend_name, *properties.values())
         if key in self._plans:
             return self._plans[key]
         project = self._form_for_single_query[single_query]
-        call = CallSignature(self.spec, self.spec.core_of(project), **signature)
-        dispatch = backends.make_dispatch(call, layer.backend_name)
+        signature = CallSignature(self.spec, self.spec.core_of(project), **properties)
+        dispatch = backends.make_dispatch(signature, layer.backend_name)
         plan = ExecutionPlan(
             project=project,
-            call=call,
-            dispatch=PackedDispatch(dispatch) if call.is_packed else dispatch,
-            reads_cache_in_place=backends.reads_cache_in_place(dispatch.backend_names[0], call),
-            scale=self.spec.similarity.score_scale(call.core),
+            signature=signature,
+            dispatch=PackedDispatch(dispatch) if signature.is_packed else dispatch,
+            reads_cache_in_place=backends.reads_cache_in_place(dispatch.backend_names[0], signature),
+            scale=self.spec.similarity.score_scale(signature.core),
         )
-        if not call.is_compiling:  # a plan made in a graph would be a new constant, and recompile it
+        if not signature.is_compiling:  # a plan made in a graph would be a new constant, and recompile it
             self._plans[key] = plan
         return plan
 
-    def _runs_sequences_apart(self, arguments: AttentionArguments, sequence: SequenceInfo, layer: LayerState) -> bool:
+    def _splits_packed_rows(self, arguments: AttentionArguments, sequence: SequenceInfo, layer: LayerState) -> bool:
         """Whether the sequences of packed rows are computed separately; never in a compiled graph, whose shapes may not
         depend on their lengths."""
         x, source, cache, _, mask, probe = arguments

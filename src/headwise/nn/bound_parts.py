@@ -126,8 +126,9 @@ class BoundParts:
         """The value of every gate for every token and head."""
         return [gate.gate(context, p, aux_losses) for _, gate, p in self._gates]
 
-    def finish_outputs(self, o_BTOV: Tensor, x_BTD: Tensor, gates: Sequence[Tensor]) -> Tensor:
-        """Head outputs after the output steps and the gates."""
+    def finish_outputs(self, o_BTRV: Tensor, x_BTD: Tensor, gates: Sequence[Tensor]) -> Tensor:
+        """Head outputs o_BTOV after the output steps and the gates."""
+        o_BTOV = o_BTRV
         for name, step, p in self._output_steps:
             before = o_BTOV
             o_BTOV = step.transform_outputs(before, x_BTD, p)

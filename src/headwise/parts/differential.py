@@ -104,11 +104,11 @@ class Differential(HeadPairs):
         of_norm = SymmetryGroup.commuting_with_scales(p["norm"][:, None].tolist())
         return of_norm if side == "v" else super().symmetry(spec, side, p)
 
-    def transform_outputs(self, o_BTHV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor:
-        exact = torch.promote_types(o_BTHV.dtype, torch.float32)
+    def transform_outputs(self, o_BTRV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor:
+        exact = torch.promote_types(o_BTRV.dtype, torch.float32)
         up, down = (p["a1"] * p["b1"]).sum(dtype=exact).exp(), (p["a2"] * p["b2"]).sum(dtype=exact).exp()
-        noise = (up - down + self.initial_lambda).to(o_BTHV.dtype)
-        difference = o_BTHV[..., ::2, :] - noise * o_BTHV[..., 1::2, :]
+        noise = (up - down + self.initial_lambda).to(o_BTRV.dtype)
+        difference = o_BTRV[..., ::2, :] - noise * o_BTRV[..., 1::2, :]
         weight = p["norm"].to(difference.dtype)
         return F.rms_norm(difference, difference.shape[-1:], weight, self.eps) * (1 - self.initial_lambda)
 
@@ -162,9 +162,9 @@ class DifferentialV2(HeadPairs):
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         return {"noise": Param(AxisLayout.parse("out model"), xavier_uniform, "query")}
 
-    def transform_outputs(self, o_BTHV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor:
+    def transform_outputs(self, o_BTRV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor:
         noise = torch.sigmoid(F.linear(x_BTD, p["noise"]))[..., None]
-        return o_BTHV[..., ::2, :] - noise * o_BTHV[..., 1::2, :]
+        return o_BTRV[..., ::2, :] - noise * o_BTRV[..., 1::2, :]
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

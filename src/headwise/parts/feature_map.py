@@ -177,7 +177,7 @@ class FeatureMap(Similarity):
         return self.scores(q_BHTK, k_BHSK, scale, p)
 
     def state_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
-        return {"kv": AxisLayout.parse("voice feature vdim"), "k": AxisLayout.parse("voice feature")}
+        return {"kv": AxisLayout.parse("row feature vdim"), "k": AxisLayout.parse("row feature")}
 
     def update_state(
         self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor, live_BS: Tensor, p: PartParams

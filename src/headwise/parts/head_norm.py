@@ -48,8 +48,8 @@ class HeadNorm(OutputStep):
         of_scale = SymmetryGroup.commuting_with_scales(p["scale"].reshape(-1, spec.heads.vdim).T.tolist())
         return of_scale if side == "v" else super().symmetry(spec, side, p)
 
-    def transform_outputs(self, o_BTHV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor:
-        return F.rms_norm(o_BTHV, o_BTHV.shape[-1:], eps=self.eps) * p["scale"]
+    def transform_outputs(self, o_BTRV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor:
+        return F.rms_norm(o_BTRV, o_BTRV.shape[-1:], eps=self.eps) * p["scale"]
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

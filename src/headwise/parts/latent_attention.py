@@ -159,13 +159,13 @@ class Latent(Project):
         v = F.linear(c, p["v_up"]).unflatten(-1, (p.sizes["kv"], p.sizes["vdim"]))
         return torch.cat([own, shared], -1), v
 
-    def project_heads(self, o_BTHV: Tensor, score_heads: tuple[int, ...], p: PartParams) -> Tensor:
+    def project_heads(self, o_BTRV: Tensor, score_heads: tuple[int, ...], p: PartParams) -> Tensor:
         if self.form == "expanded":
-            return o_BTHV
+            return o_BTRV
         up = p["v_up"].view(-1, p.sizes["vdim"], self.rank)
         if score_heads != tuple(range(up.shape[0])):
             up = up[list(score_heads)]
-        return torch.einsum("bthr,hvr->bthv", o_BTHV, up)
+        return torch.einsum("bthr,hvr->bthv", o_BTRV, up)
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

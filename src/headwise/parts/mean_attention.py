@@ -40,7 +40,7 @@ class Average(Normaliser):
         core = (Phase.SCORES, Phase.WEIGHTS, Phase.VALUES)
         if any(step.phase in core for _, step in spec.parts_of(Modifier)) or spec.project.equivalent_forms(spec):
             return {}  # the equivalent form for single queries has other values than those that were summed
-        return {"v": AxisLayout.parse("voice vdim"), "count": AxisLayout.parse("voice")}
+        return {"v": AxisLayout.parse("row vdim"), "count": AxisLayout.parse("row")}
 
     def unnormalised_weights(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams) -> Tensor:
         return q_BHTK.new_ones(*q_BHTK.shape[:3], k_BHSK.shape[2])

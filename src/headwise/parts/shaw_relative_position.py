@@ -92,7 +92,7 @@ class ShawValues(ValueStep):
     def pair_value(self, i: int, j: int, p: PartParams) -> Tensor:
         return p["table"][min(max(j - i, -self.reach), self.reach) + self.reach]
 
-    def weighted_values(self, w_BHTS: Tensor, i: Tensor, j: Tensor, p: PartParams) -> Tensor:
-        distance = ((j - i).clamp(-self.reach, self.reach) + self.reach).expand(w_BHTS.shape)
-        by_distance = w_BHTS.new_zeros(*w_BHTS.shape[:3], 2 * self.reach + 1).scatter_add(-1, distance, w_BHTS)
-        return torch.matmul(by_distance, p["table"].to(w_BHTS.dtype))
+    def weighted_values(self, w_BRTS: Tensor, i: Tensor, j: Tensor, p: PartParams) -> Tensor:
+        distance = ((j - i).clamp(-self.reach, self.reach) + self.reach).expand(w_BRTS.shape)
+        by_distance = w_BRTS.new_zeros(*w_BRTS.shape[:3], 2 * self.reach + 1).scatter_add(-1, distance, w_BRTS)
+        return torch.matmul(by_distance, p["table"].to(w_BRTS.dtype))

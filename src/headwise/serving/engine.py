@@ -172,7 +172,7 @@ class Engine:
                 return
             record_overtaking(self._waiting, request)
             self._waiting.remove(request)
-            request.place = self.memory.enter(request.tokens, request.root)
+            request.place = self.memory.enter(request.tokens, request.namespace)
             self._running.append(request)
 
     def _remove_ended(self) -> None:

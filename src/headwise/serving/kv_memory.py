@@ -153,12 +153,12 @@ class KVMemory:
     @property
     def device(self) -> torch.device:
         """The device of the pages."""
-        return self.pool.numbers.device
+        return self.pool.storage.device
 
     @property
     def page_bytes(self) -> int:
         """Bytes per page."""
-        return self.paging.numbers * self.pool.numbers.element_size()
+        return self.paging.numel * self.pool.storage.element_size()
 
     @property
     def nbytes(self) -> int:
@@ -170,7 +170,7 @@ class KVMemory:
         """Bytes in use: pages that belong to a row, and states and sources of the running rows."""
         rows = self.batching.rows
         return (
-            self.pool.book.pages.num_allocated * self.page_bytes
+            self.pool.block_tables.pages.num_allocated * self.page_bytes
             + self.fixed_bytes * (rows - len(self._free_slots)) // rows
         )
 
@@ -183,7 +183,7 @@ class KVMemory:
         """Raise if a request of `tokens` tokens does not fit into the budget even alone."""
         need = sum(self.pages_needed(tokens))
         if need > self.pages:
-            enough = self.budget + (need - self.pages) * self._bytes_per_page(self.pool.numbers.element_size())
+            enough = self.budget + (need - self.pages) * self._bytes_per_page(self.pool.storage.element_size())
             raise ValueError(
                 f"a request of {tokens:,} tokens needs {need:,} pages of {self.page_bytes:,} bytes and the budget of "
                 f"{self.budget:,} bytes holds {self.pages:,}; ask for fewer tokens, or give a budget of {enough:,}"
@@ -192,25 +192,27 @@ class KVMemory:
     def can_admit(self, slots: Sequence[CacheSlot], tokens: int) -> bool:
         """Whether a row of `tokens` tokens fits beside `slots`, even if each needs all pages reserved for it."""
         rows = [place.row for place in slots]
-        fresh = self.pool.book.new_sequence(self.pages_needed(tokens))
-        return bool(self._free_slots) and self.pool.book.num_reserved_pages([*rows, fresh]) <= self.pages
+        fresh = self.pool.block_tables.new_sequence(self.pages_needed(tokens))
+        return bool(self._free_slots) and self.pool.block_tables.num_reserved_pages([*rows, fresh]) <= self.pages
 
     def enter(self, tokens: int, namespace: bytes) -> CacheSlot:
         """Reserve a slot for a row of `tokens` tokens; only rows of one namespace share prefixes."""
-        place = CacheSlot(self.pool.book.new_sequence(self.pages_needed(tokens), namespace), self._free_slots.pop())
+        place = CacheSlot(
+            self.pool.block_tables.new_sequence(self.pages_needed(tokens), namespace), self._free_slots.pop()
+        )
         self._clear_states(place)
         return place
 
     def leave(self, slot: CacheSlot) -> None:
         """Free the pages and the state of a row."""
-        self.pool.book.free_sequence(slot.row)
+        self.pool.block_tables.free_sequence(slot.row)
         self._free_slots.append(slot.state_index)
 
     def restart(self, slot: CacheSlot) -> None:
         """Clear a row so that it starts again in the same slot."""
-        need, root = slot.row.reserved_pages, slot.row.namespace
-        self.pool.book.free_sequence(slot.row)
-        slot.row = self.pool.book.new_sequence(need, root)
+        row = slot.row
+        self.pool.block_tables.free_sequence(row)
+        slot.row = self.pool.block_tables.new_sequence(row.reserved_pages, row.namespace)
         self._clear_states(slot)
 
     def max_gathered_pages(self, slot: CacheSlot, count: int) -> int:
@@ -229,7 +231,7 @@ class KVMemory:
 
     def call(self, cache_slots: Sequence[CacheSlot]) -> BatchedModelCall:
         """Return caches and encoder output for one model call with these rows."""
-        slots = torch.tensor([place.state_index for place in cache_slots], device=self.pool.numbers.device)
+        slots = torch.tensor([place.state_index for place in cache_slots], device=self.pool.storage.device)
         batch = self.pool.batch_of([slot.row for slot in cache_slots])
         states = [RecurrentStateCache(c.spec, len(cache_slots), c.dtype, c.device) for c in self._states]
         for cache, all_rows in zip(states, self._states, strict=True):
@@ -265,11 +267,11 @@ class KVMemory:
             spec and ProjectedSource({name: tensor[slots, :most] for name, tensor in buffers.items()}, tokens, spec)
             for spec, buffers in zip(self._cross_specs, self._source_buffers, strict=True)
         ]
-        return EncoderOutput(self.pool.numbers.new_zeros(len(places), 0, 0), tokens, tuple(layers))
+        return EncoderOutput(self.pool.storage.new_zeros(len(places), 0, 0), tokens, tuple(layers))
 
     def _num_affordable_pages(self, like: KVCache) -> int:
         """Pages that fit beside the states and sources, after the padding page and the gather buffer."""
-        per_page, padding_page = self._bytes_per_page(like.dtype.itemsize), self.paging.numbers * like.dtype.itemsize
+        per_page, padding_page = self._bytes_per_page(like.dtype.itemsize), self.paging.numel * like.dtype.itemsize
         available = self.budget - self.fixed_bytes - padding_page
         pages = available // per_page if per_page else 0
         if available < 0 or (per_page and pages < 1):
@@ -282,7 +284,7 @@ class KVMemory:
 
     def _bytes_per_page(self, itemsize: int) -> int:
         """Bytes of a page and of its part of the gather buffer."""
-        return (self.paging.numbers + self.paging.widest) * itemsize
+        return (self.paging.numel + self.paging.widest) * itemsize
 
 
 @dataclass

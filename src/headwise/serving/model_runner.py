@@ -86,7 +86,7 @@ class ModelRunner:
             for request in reading:
                 length = self._num_cached_tokens(request)
                 next_hash = (
-                    self.memory.pool.book.next_hashes(request.row, request.context, length)
+                    self.memory.pool.block_tables.next_hashes(request.row, request.context, length)
                     if self.memory.shares
                     else None
                 )
@@ -104,17 +104,17 @@ class ModelRunner:
 
     def _num_cached_tokens(self, request: ServingRequest) -> int:
         """Number of its tokens that are cached, or that it could share before it starts."""
-        row, book = request.row, self.memory.pool.book
+        row, block_tables = request.row, self.memory.pool.block_tables
         if row.length or not self.memory.shares:
             return row.length
-        return book.find_prefix(row, request.context, self.memory.min_first_chunk)
+        return block_tables.find_prefix(row, request.context, self.memory.min_first_chunk)
 
     def _start_request(self, request: ServingRequest, length: int) -> None:
         """Reuse a cached prefix and encode the source."""
         if request.row.length:
             return
         if length:
-            self.memory.pool.book.reuse_prefix(request.row, length)
+            self.memory.pool.block_tables.reuse_prefix(request.row, length)
             self.shared += length
         if request.source:
             self.sources += len(request.source)
@@ -201,7 +201,7 @@ class ModelRunner:
             raise
         self.peak = max(self.peak, self.memory.used)
         for request, _ in parts if self.memory.shares else ():
-            self.memory.pool.book.publish_prefix(request.row, request.context)
+            self.memory.pool.block_tables.publish_prefix(request.row, request.context)
         return [parts[n][0] for n in done], logits
 
     def _constrain(self, request: ServingRequest, logits: Tensor) -> bool:

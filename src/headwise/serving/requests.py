@@ -76,7 +76,7 @@ class ServingRequest:
         return len(self.ids) + self.count - self.num_output_ids - 1
 
     @property
-    def root(self) -> bytes:
+    def namespace(self) -> bytes:
         """Prefix namespace: rows with different sources share no prefix, because their caches differ for equal ids."""
         return sha256(array("q", self.source).tobytes()).digest() if self.source else b""
 

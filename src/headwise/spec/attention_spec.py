@@ -136,7 +136,7 @@ class AttentionSpec:
         heads = self.heads
         sizes = {"model": self.model, "source": self.source or self.model}
         sizes |= {"q": heads.q, "kv": heads.kv, "v": heads.num_value_heads, "dim": heads.dim, "vdim": heads.vdim}
-        return sizes | {"out": len(self.score_head_of_output), "voice": len(self.score_head_of_row)}
+        return sizes | {"out": len(self.score_head_of_output), "row": len(self.score_head_of_row)}
 
     def sizes_of(self, part: Part) -> dict[str, int]:
         """The sizes of all axes that a part may use in its layouts: those of the spec and its own."""

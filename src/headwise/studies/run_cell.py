@@ -106,9 +106,9 @@ def read_task(values: Mapping[str, Any]) -> Task:
 
 def evaluate_model(net: Transformer, task: Task, batch_size: int, split: str = "test") -> dict[str, tuple[float, int]]:
     """Sum and number of terms of each metric of a model on a few batches of a split."""
-    from ..training.evaluation import tally_batches
+    from ..training.evaluation import sum_batch_metrics
 
-    sums = tally_batches(net, task, (batch_size, TEST_BATCHES), split)
+    sums = sum_batch_metrics(net, task, (batch_size, TEST_BATCHES), split)
     return {name: (total, count) for name, (total, count) in sums.items() if count}
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from ..cache import KVEntry
 from ..errors import SpecError, suggest
 from ..inspect.attention_sites import find_attention
-from ..inspect.hooks import AttentionCall, get_hooks, install_hooks
+from ..inspect.hooks import ObservedCall, get_hooks, install_hooks
 from ..inspect.method_patches import MethodPatch
 from ..masking.sequence_info import SequenceInfo
 from ..nn.attention import Attention
-from ..nn.attention_call import AttentionCall as PlannedCall
+from ..nn.attention_call import PlannedCall
 from ..nn.head_axis_ops import select_heads, transform_axes
 from ..spec.attention_spec import AttentionSpec
 from .head_alignment import CrossProducts, compute_kv_features
@@ -87,7 +87,7 @@ class KVStatisticsCollector:
         self.attention = attention
         self.statistics: dict[str, CrossProducts] = {}
 
-    def on_call(self, call: AttentionCall) -> None:
+    def on_call(self, call: ObservedCall) -> None:
         """Do nothing: the collector uses inputs only."""
 
     def on_head_outputs(self, outputs: Tensor) -> None:

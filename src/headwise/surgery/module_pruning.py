@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..inspect.ablation import HeadRef, ablate, group_by_site
-from ..inspect.adapters.declarations import AttentionSite, declare, get_declaration, get_output_width
+from ..inspect.adapters.declarations import AttentionSite, declare, get_declaration, get_output_width, propose_sites
 from ..inspect.adapters.output_projection import NUM_HEADS_NAMES, NUM_KV_HEADS_NAMES
-from ..inspect.adapters.usual_projections import propose_sites
 from ..inspect.attention_sites import find_attention
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import prepare_inputs

@@ -7,9 +7,9 @@
 - `train_step`: the gradients of one optimisation step; `loss` is used by it; `optimisers`: AdamW, Muon and SGD.
 - `batch_prefetch`: batches that a thread prepares ahead.
 - `autotune`: measures which precision, attention, row layout and compilation is fastest.
-- `evaluation`: `evaluate`, metrics on held-out data at several lengths, and of generated answers.
+- `evaluation`: `evaluate`, metrics on held-out data at several lengths, and of generated answers; sample texts.
 - `loggers`: progress on the console, metrics.jsonl, TensorBoard, MLflow, W&B and Trackio; `learning_curves`: the
-  pictures of a run; `sample_texts`: texts that the model generates on the way.
+  pictures of a run.
 """
 
 from .evaluation import Evaluation, evaluate

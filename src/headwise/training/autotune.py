@@ -29,17 +29,20 @@ from .train_step import (
 MAX_PLAIN_LENGTH = 512  # longest rows for which plain attention is tried
 MAX_FILL_RATIO = 0.95  # packing is not tried if a larger share of the rows is not padding
 PEAK_SECONDS = 0.1  # time of the products of one size
-SHARE = 0.05  # the trials of one option take at most this share of the run's estimated time
+MAX_TRIAL_SHARE = 0.05  # the trials of one option take at most this share of the run's estimated time
 
 
-class StepTrial:
-    """Trial steps on a few batches, whose shapes may differ; they change neither weights nor random states."""
+class Autotuner:
+    """Chooses the options of training steps by timing trial steps on a few batches, whose shapes may differ.
+
+    Trial steps change neither weights nor random states.
+    """
 
     def __init__(self, net: Transformer, recipe: Recipe, device: torch.device, batches: Sequence[Batch]) -> None:
         self.sharded_model = wrap_single_process(net, device)
         self.net, self.recipe, self.device, self.batches = net, recipe, device, batches
 
-    def choose(self) -> StepOptions:
+    def choose_options(self) -> StepOptions:
         """Options of the recipe, with each "auto" replaced by the fastest value, and the reasons for the choices."""
         (precision, attention), reasons, seconds = self._choose_precision()
         plain = StepOptions(
@@ -52,7 +55,7 @@ class StepTrial:
             return replace(plain, compile=self.recipe.compile, reasons=(*plain.reasons, reason))
         reasons = plain.reasons
         if seconds is None:
-            seconds = self._seconds(self._make_step(plain))
+            seconds = self._time_step(self._make_step(plain))
         shapes = {(batch.x.shape, batch.source.shape if batch.source is not None else None) for batch in self.batches}
         worth_trying, reason = decide_compile_trial(seconds, self.recipe.steps, len(shapes))
         if not worth_trying:
@@ -80,9 +83,9 @@ class StepTrial:
                 padded, reasons=(*padded.reasons, f"padded rows, packing is not possible: {reason}")
             ), seconds
         if seconds is None:
-            seconds = self._seconds(self._make_step(padded))
+            seconds = self._time_step(self._make_step(padded))
         packed_seconds: dict[StepOptions, float] = {}
-        for attention in self._attentions():
+        for attention in self._attention_candidates():
             packed = replace(padded, attention=attention, rows="packed")
             trial_seconds, _ = self._time_or_error(self._make_step(packed))
             if trial_seconds is not None:
@@ -91,12 +94,12 @@ class StepTrial:
 
     def _choose_precision(self) -> tuple[tuple[str, str], tuple[str, ...], float | None]:
         """Precision and attention, the reasons, and the seconds per step if they were measured."""
-        candidates = [(p, a) for p in self._precisions() for a in self._attentions()]
+        candidates = [(p, a) for p in self._precision_candidates() for a in self._attention_candidates()]
         rows = "packed" if self.recipe.rows == "packed" else "padded"
         if len(candidates) == 1:
             values = self.recipe.precision, self.recipe.attention
             reasons = tuple(f"{value}, as set in the recipe" for value in values if value not in ("auto", "fused"))
-            return candidates[0], (*self._untried_precision(), *reasons), None
+            return candidates[0], (*self._reasons_against_bf16(), *reasons), None
         seconds: dict[tuple[str, str], float] = {}
         failures: list[str] = []
         for precision, attention in candidates:
@@ -109,16 +112,16 @@ class StepTrial:
         if not seconds:
             raise RuntimeError(failures[0])
         best, reason = choose_fastest(seconds)
-        return best, (reason, *self._untried_precision(), *failures), seconds[best]
+        return best, (reason, *self._reasons_against_bf16(), *failures), seconds[best]
 
-    def _precisions(self) -> tuple[str, ...]:
+    def _precision_candidates(self) -> tuple[str, ...]:
         """Candidates for `precision`; bf16 is not tried on a CPU that computes faster in fp32."""
         if self.recipe.precision != "auto":
             return (self.recipe.precision,)
-        return ("fp32",) if self._untried_precision() else ("fp32", "bf16")
+        return ("fp32",) if self._reasons_against_bf16() else ("fp32", "bf16")
 
-    def _untried_precision(self) -> tuple[str, ...]:
-        """Why bf16 is not tried, as one reason; empty if it is, or if the recipe sets the precision."""
+    def _reasons_against_bf16(self) -> tuple[str, ...]:
+        """At most one reason not to try bf16; empty if it is tried, or if the recipe sets the precision."""
         if self.recipe.precision != "auto" or self.device.type != "cpu":
             return ()
         if sum(parameter.numel() for parameter in self.net.parameters()) >= takeover_size("bf16_training"):
@@ -128,37 +131,37 @@ class StepTrial:
         reason = "bf16 was measured to be slower" if is_measured else "bf16 was not measured"
         return (f"fp32: {reason} on this class of machine ({points.machine_class})",)
 
-    def _attentions(self) -> tuple[str, ...]:
+    def _attention_candidates(self) -> tuple[str, ...]:
         """Candidates for `attention`; "plain" stores all scores, so it is only tried for short rows on the CPU."""
         if self.recipe.attention != "auto":
             return (self.recipe.attention,)
         longest = max(x.shape[1] for batch in self.batches for x in (batch.x, batch.source) if x is not None)
         return ("fused", "plain") if self.device.type == "cpu" and longest <= MAX_PLAIN_LENGTH else ("fused",)
 
-    def _make_step(self, choice: StepOptions) -> TrainStep:
-        return TrainStep(replace(self.sharded_model, path=BatchForward(self.net)), self.recipe, choice)
+    def _make_step(self, options: StepOptions) -> TrainStep:
+        return TrainStep(replace(self.sharded_model, forward=BatchForward(self.net)), self.recipe, options)
 
-    def _time_or_error(self, stepper: TrainStep) -> tuple[float | None, str]:
+    def _time_or_error(self, train_step: TrainStep) -> tuple[float | None, str]:
         """Seconds per step and ""; or None and the first line of the error if the step failed."""
         try:
-            return self._seconds(stepper), ""
+            return self._time_step(train_step), ""
         except RuntimeError as error:
             return None, str(error).strip().splitlines()[0]
 
-    def _seconds(self, stepper: TrainStep) -> float:
+    def _time_step(self, train_step: TrainStep) -> float:
         devices = [self.device] if self.device.type == "cuda" else []
         self.net.train()
         try:
             with torch.random.fork_rng(devices):
                 steps = self.recipe.steps // len(self.batches)
-                return measure_step_seconds(lambda: self._run_steps(stepper), self._wait, steps) / len(self.batches)
+                return measure_step_seconds(lambda: self._run_steps(train_step), self._wait, steps) / len(self.batches)
         finally:
             self.net.zero_grad(set_to_none=True)
 
-    def _run_steps(self, stepper: TrainStep) -> None:
+    def _run_steps(self, train_step: TrainStep) -> None:
         for batch in self.batches:
             self.net.zero_grad(set_to_none=True)
-            stepper.compute_gradients(batch)
+            train_step.compute_gradients(batch)
 
     def _wait(self) -> None:
         synchronise_device(self.device)
@@ -179,7 +182,7 @@ def measure_step_seconds(
     after a small share of the time of a run of `steps` steps; at least one is made.
     """
     warmup_seconds = _time_once(step, wait)
-    budget = min(max_seconds, SHARE * warmup_seconds * steps)
+    budget = min(max_seconds, MAX_TRIAL_SHARE * warmup_seconds * steps)
     measurements = [_time_once(step, wait)]
     while sum(measurements) < budget:
         measurements.append(_time_once(step, wait))

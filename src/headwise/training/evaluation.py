@@ -1,10 +1,11 @@
-"""Evaluation of a model on held-out batches of a task."""
+"""Evaluation of a model: metrics on held-out batches of a task, and texts that it generates while it is trained."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from ..distributed.parallel_attention import use_whole_rows
 from ..distributed.ranks import BatchShard, ProcessMesh
 from ..distributed.sharded_model import BatchForward
 from ..errors import SpecError
+from ..generation import generate
 from ..generation.decoding_strategies import greedy_decode
+from ..model_spec import ModelSpec, ProcessorSpec
 from ..models import Transformer
 from .loss import count_labels, cross_entropy
 from .recipe import Recipe
@@ -23,10 +26,10 @@ from .train_step import StepOptions, autocast, check_label_shape
 
 
 class TaskEvaluator:
-    """Evaluates models on the held-out splits of a task, distributed over all ranks."""
+    """Evaluates models on the held-out splits of a task; each rank evaluates its shard of every batch."""
 
-    def __init__(self, task: Task, recipe: Recipe, choice: StepOptions, world: ProcessMesh) -> None:
-        self.task, self.recipe, self.choice, self.world, self.device = task, recipe, choice, world, world.device
+    def __init__(self, task: Task, recipe: Recipe, options: StepOptions, world: ProcessMesh) -> None:
+        self.task, self.recipe, self.options, self.world, self.device = task, recipe, options, world, world.device
 
     @property
     def final_split(self) -> str:
@@ -37,16 +40,16 @@ class TaskEvaluator:
             return "valid"
         return "test"
 
-    def compute_metrics(self, path: BatchForward, split: str) -> dict[str, float]:
+    def compute_metrics(self, forward: BatchForward, split: str) -> dict[str, float]:
         """Mean loss per label without label smoothing, and the metrics of the task."""
-        return self._averages(self._iter_tallies(path, split))
+        return self._average_over_ranks(self._iter_metric_sums(forward, split))
 
     def score_generation(self, net: Transformer, split: str) -> dict[str, float]:
         """Metrics of generated answers; empty if the task does not use generation."""
         if not self.task.answers:
             return {}
-        shares = (share.batch for share in self._iter_shares(split) if share.rows)
-        return self._averages(self.task.score(self.generate_answers(net, batch), batch) for batch in shares)
+        shards = (shard.batch for shard in self._iter_shards(split) if shard.rows)
+        return self._average_over_ranks(self.task.score(self.generate_answers(net, batch), batch) for batch in shards)
 
     def generate_answers(self, net: Transformer, batch: Batch) -> list[list[int]]:
         """Greedily generated ids for each example, without the prompt."""
@@ -65,32 +68,32 @@ class TaskEvaluator:
             encoder_output=memory,
         )
 
-    def _averages(self, sums: Iterable[MetricSums]) -> dict[str, float]:
-        """Averages over all ranks; `sums` are those of this rank."""
-        return average_tallies(self.world.all_gather_objects(sum_tallies(sums)))
+    def _average_over_ranks(self, sums: Iterable[MetricSums]) -> dict[str, float]:
+        """The mean of each metric over all ranks; `sums` are those of this rank."""
+        return average_metrics(self.world.all_gather_objects(sum_metrics(sums)))
 
-    def _iter_shares(self, split: str) -> Iterator[BatchShard]:
+    def _iter_shards(self, split: str) -> Iterator[BatchShard]:
         available = self.task.batches(self.recipe.batch, split)
         count = self.recipe.evaluate_batches
         for index in range(count if available is None else min(count, available)):
-            yield self.world.share(self.task.batch(index, self.recipe.batch, split))
+            yield self.world.shard(self.task.batch(index, self.recipe.batch, split))
 
-    def _iter_tallies(self, path: BatchForward, split: str) -> Iterator[MetricSums]:
-        path.eval()
-        for share in self._iter_shares(split):
-            batch = share.batch.to(self.device)
-            with torch.no_grad(), autocast(self.choice, self.device), use_whole_rows(path):
-                logits = self._compute_logits(path, share.batch).float()
+    def _iter_metric_sums(self, forward: BatchForward, split: str) -> Iterator[MetricSums]:
+        forward.eval()
+        for shard in self._iter_shards(split):
+            batch = shard.batch.to(self.device)
+            with torch.no_grad(), autocast(self.options, self.device), use_whole_rows(forward):
+                logits = self._compute_logits(forward, shard.batch).float()
             check_label_shape(logits, batch.labels)
             loss = {"loss": (float(cross_entropy(logits, batch.labels)), count_labels(batch))}
-            yield loss | dict(self.task.measure(logits, batch)) if share.rows else {}
+            yield loss | dict(self.task.measure(logits, batch)) if shard.rows else {}
 
-    def _compute_logits(self, path: BatchForward, batch: Batch) -> Tensor:
+    def _compute_logits(self, forward: BatchForward, batch: Batch) -> Tensor:
         """Logits in the rows of the batch, also if the model computes them on packed rows."""
-        if self.choice.rows == "padded":
-            return path(batch.to(self.device))
+        if self.options.rows == "padded":
+            return forward(batch.to(self.device))
         packed = pack_batch(batch)
-        return packed.unpack(path(packed.batch.to(self.device)))
+        return packed.unpack(forward(packed.batch.to(self.device)))
 
 
 @dataclass(frozen=True)
@@ -138,47 +141,75 @@ def evaluate(
     is_training = net.training
     try:
         by_length = {
-            length: average_tallies([tally_batches(net, replace(task, length=length), (batch, batches), split)])
+            length: average_metrics([sum_batch_metrics(net, replace(task, length=length), (batch, batches), split)])
             for length in lengths
         }
-        return Evaluation(average_tallies([tally_batches(net, task, (batch, batches), split)]), by_length)
+        return Evaluation(average_metrics([sum_batch_metrics(net, task, (batch, batches), split)]), by_length)
     finally:
         net.train(is_training)
 
 
-def tally_batches(net: Transformer, task: Task, sizes: tuple[int, int], split: str) -> MetricSums:
+def sum_batch_metrics(net: Transformer, task: Task, sizes: tuple[int, int], split: str) -> MetricSums:
     """Sum and count of every metric over batches of a split; `sizes` are examples per batch, and batches at most."""
     batch_size, max_batches = sizes
     forward, available = BatchForward(net).eval(), task.batches(batch_size, split)
     device = next(net.parameters()).device
-    tallies: list[MetricSums] = []
+    sums: list[MetricSums] = []
     for index in range(max_batches if available is None else min(max_batches, available)):
         batch = task.batch(index, batch_size, split).to(device)
         with torch.no_grad():
             logits = forward(batch).float()
         check_label_shape(logits, batch.labels)
         loss = {"loss": (float(cross_entropy(logits, batch.labels)), count_labels(batch))}
-        tallies.append(loss | dict(task.measure(logits, batch)))
-    return sum_tallies(tallies)
+        sums.append(loss | dict(task.measure(logits, batch)))
+    return sum_metrics(sums)
 
 
-def sum_tallies(tallies: Iterable[MetricSums]) -> dict[str, tuple[float, int]]:
-    """Sum several tallies, metric by metric.
+def sum_metrics(parts: Iterable[MetricSums]) -> dict[str, tuple[float, int]]:
+    """Add the (sum, count) of each metric over several parts of the data.
 
-    >>> sum_tallies([{"accuracy": (3.0, 4)}, {"accuracy": (1.0, 1)}])
+    >>> sum_metrics([{"accuracy": (3.0, 4)}, {"accuracy": (1.0, 1)}])
     {'accuracy': (4.0, 5)}
     """
     sums: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
-    for tally in tallies:
-        for name, (total, count) in tally.items():
+    for part in parts:
+        for name, (total, count) in part.items():
             sums[name] = sums[name][0] + total, sums[name][1] + count
     return dict(sums)
 
 
-def average_tallies(tallies: Iterable[MetricSums]) -> dict[str, float]:
-    """Mean of each metric over all tallies; metrics with a count of 0 are left out.
+def average_metrics(parts: Iterable[MetricSums]) -> dict[str, float]:
+    """The mean of each metric over several parts of the data; metrics with a count of 0 are left out.
 
-    >>> average_tallies([{"accuracy": (3.0, 4)}, {"accuracy": (1.0, 1), "never": (0.0, 0)}])
+    >>> average_metrics([{"accuracy": (3.0, 4)}, {"accuracy": (1.0, 1), "never": (0.0, 0)}])
     {'accuracy': 0.8}
     """
-    return {name: total / count for name, (total, count) in sum_tallies(tallies).items() if count}
+    return {name: total / count for name, (total, count) in sum_metrics(parts).items() if count}
+
+
+# --- Texts that a model generates while it is trained ------------------------------------------------------
+
+SAMPLE_TEMPERATURE = 0.8
+
+
+def check_samples(recipe: Recipe, model_spec: ModelSpec, usage: ProcessorSpec) -> None:
+    """Raise SpecError if samples are asked for that this model cannot generate."""
+    if bool(recipe.sample_every) != bool(recipe.sample_prompts):
+        missing = "sample_prompts" if recipe.sample_every else "sample_every"
+        raise SpecError(f"{missing} is missing; sample_every and sample_prompts belong together")
+    if not recipe.sample_every:
+        return
+    if not usage.tokenizer or model_spec.kind not in ("decoder", "encoder-decoder"):
+        kind = "has no tokenizer" if not usage.tokenizer else f"is of kind {model_spec.kind}"
+        raise SpecError(
+            f"sample_prompts need a model that generates text, but {model_spec.name} {kind}; leave them out"
+        )
+
+
+def sample_texts(net: Transformer, recipe: Recipe, step: int) -> Iterator[dict[str, Any]]:
+    """Records of one sample for each prompt. Every step samples with the same random numbers, and none of torch's."""
+    prompts = list(recipe.sample_prompts)
+    options: dict[str, Any] = {"temperature": SAMPLE_TEMPERATURE, "seed": recipe.seed}
+    texts = generate(net, prompts, max_new_tokens=recipe.sample_tokens, **options)
+    for prompt, text in zip(prompts, texts, strict=True):
+        yield {"event": "sample", "step": step, "prompt": prompt, "text": text}

@@ -28,12 +28,12 @@ from ..output_paths import check_output
 from ..progress import format_duration
 from ..spec.serialization import format_toml
 from .batch_prefetch import BatchPrefetcher
+from .evaluation import sample_texts
 from .learning_curves import CURVE_FILES, LearningCurves, save_curves
 from .loggers import JsonlLogger, MetricLogger, create_logger
 from .recipe import Recipe
 from .run_history import RecipeChange, format_history
 from .run_setup import TrainingSetup, describe_environment, omit_model
-from .sample_texts import sample_texts
 from .training_run import CHECKPOINT_FOLDER, CheckpointFolder, TrainingCheckpoint, TrainingRun
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -86,14 +86,14 @@ SPLIT_DESCRIPTIONS = {"valid": "held-out examples", "test": "the test split, eva
 
 def render_training_card(run: TrainingRun, metrics: Mapping[str, float], split: str) -> str:
     """Markdown with the task, the recipe fields that are not defaults, and each metric beside its chance level."""
-    task, chance, choice = run.task, run.task.chance, run.train_step.options
-    options = ", ".join(f"{f.name}={getattr(task, f.name)!r}" for f in fields(task))
+    task, chance, options = run.task, run.task.chance, run.train_step.options
+    task_options = ", ".join(f"{f.name}={getattr(task, f.name)!r}" for f in fields(task))
     defaults, values = vars(Recipe()), vars(run.recipe)
     changed = [f"{name} = {format_toml(_to_plain(value))}" for name, value in values.items() if value != defaults[name]]
-    lines = ["## Training", "", f"The task is {task.name} ({options})."]
+    lines = ["## Training", "", f"The task is {task.name} ({task_options})."]
     reason = f" It ended because of this: {run.end_reason}." if run.is_out_of_patience else ""
     lines += [
-        f"{run.progress.step} steps of {run.recipe.batch} examples in {choice.precision}, "
+        f"{run.progress.step} steps of {run.recipe.batch} examples in {options.precision}, "
         f"{format_duration(run.elapsed_seconds)} in total, with seed {run.recipe.seed}.{reason}"
     ]
     lines += ["", "Recipe, where it differs from the defaults:", "", "```toml", *changed, "```"] if changed else []
@@ -306,7 +306,7 @@ def _finish_run(run: TrainingRun, write: RecordWriter) -> TrainingResult:
     split = run.evaluator.final_split
     metrics = run.evaluator.compute_metrics(BatchForward(net), split) | run.evaluator.score_generation(net, split)
     _draw_curves(run)
-    seconds, choice = run.elapsed_seconds, run.train_step.options
+    seconds, options = run.elapsed_seconds, run.train_step.options
     result = TrainingResult(
         task=run.task.name,
         steps=run.progress.step,
@@ -315,8 +315,8 @@ def _finish_run(run: TrainingRun, write: RecordWriter) -> TrainingResult:
         split=split,
         model=str(run.folder),
         best=run.progress.best,
-        precision=choice.precision,
-        compile=choice.compile,
+        precision=options.precision,
+        compile=options.compile,
         ended=run.end_reason,
         history=list(run.history),
         net=net.eval(),

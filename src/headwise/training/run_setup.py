@@ -32,11 +32,11 @@ from ..model_spec import (
 from ..models import Transformer, build
 from ..presets import design
 from ..spec.attention_spec import AttentionSpec
-from .autotune import StepTrial
+from .autotune import Autotuner
+from .evaluation import check_samples
 from .loss import check_batch, check_model, has_same_vocabulary
 from .recipe import FIELDS_WITHOUT_EFFECT, VALUES_BEFORE_FIELDS, Recipe, rename_old_fields, to_dict
 from .run_history import RecipeChange, find_changes
-from .sample_texts import check_samples
 from .train_step import StepOptions, TrainStep
 from .training_run import TrainingCheckpoint, TrainingRun, derive_worker_seed
 
@@ -176,9 +176,9 @@ class TrainingSetup:
         batches = [self.first_batch, *(self.task.batch(index, self.recipe.batch) for index in range(1, TRIAL_BATCHES))]
         for index, batch in enumerate(batches):
             check_batch(batch, self.model_spec, f"batch {index}")
-        shares = [world.share(batch).batch for batch in batches]
+        shards = [world.shard(batch).batch for batch in batches]
         run = self._make_run(
-            net, world.run_on_leader(lambda: StepTrial(net, self._trial_recipe, world.device, shares).choose())
+            net, world.run_on_leader(lambda: Autotuner(net, self._trial_recipe, world.device, shards).choose_options())
         )
         run.save_checkpoint(self.config)
         return run
@@ -198,9 +198,9 @@ class TrainingSetup:
             run.save_checkpoint(self.config)
         return run, change
 
-    def _make_run(self, net: Transformer, choice: StepOptions) -> TrainingRun:
+    def _make_run(self, net: Transformer, options: StepOptions) -> TrainingRun:
         """A run with the part of the model that belongs to this rank; options that its layout excludes are changed."""
-        possible = choice if self.ranks.parallelism.shards == 1 else replace(choice, compile="off")
+        possible = options if self.ranks.parallelism.shards == 1 else replace(options, compile="off")
         possible = possible if self.ranks.parallelism.context == 1 else replace(possible, rows="padded")
         train_step = TrainStep(shard_model(net, self.ranks), self.recipe, possible)
         return TrainingRun(self.task, train_step, self.folder, self.started_at)

@@ -133,7 +133,7 @@ class TrainStep:
         self.sharded_model, self.recipe, self.options = sharded_model, recipe, options
         self.net, self.world, self.device = sharded_model.net, sharded_model.world, sharded_model.world.device
         if options.compile == "on":
-            sharded_model.path.hidden = torch.compile(self.net.hidden)
+            sharded_model.forward.hidden = torch.compile(self.net.hidden)
         self._terms: dict[tuple[str, str], Tensor] = {}
         if recipe.aux_losses:
             names = [name for name, _ in self.net.spec.attention_specs()]
@@ -145,12 +145,12 @@ class TrainStep:
         Every rank computes its share of each part; the mean is over the labels of all ranks.
         """
         total, rows = count_labels(batch), len(batch.labels)
-        shares = [self.sharded_model.share(part) for part in split_batch(batch, self.recipe.accumulate)]
+        shards = [self.sharded_model.shard(part) for part in split_batch(batch, self.recipe.accumulate)]
         losses: list[Tensor] = []
         with attention_mode(self.net, self.options.attention):
-            for n, share in enumerate(shares, 1):
-                loss = self.compute_loss(share.batch) / total + self._aux_loss() * (share.rows / rows)
-                if n == len(shares):
+            for n, shard in enumerate(shards, 1):
+                loss = self.compute_loss(shard.batch) / total + self._aux_loss() * (shard.rows / rows)
+                if n == len(shards):
                     self.sharded_model.begin_final_backward()
                 loss.backward()
                 losses.append(loss.detach())
@@ -163,7 +163,7 @@ class TrainStep:
         index, labels = self._scored_positions(part)
         self._terms.clear()
         with autocast(self.options, self.device):
-            logits = self.sharded_model.path(part.to(self.device), None if index is None else index.to(self.device))
+            logits = self.sharded_model.forward(part.to(self.device), None if index is None else index.to(self.device))
         check_label_shape(logits, labels)
         return cross_entropy(logits, labels.to(self.device), self.recipe.label_smoothing)
 
@@ -195,9 +195,9 @@ def attention_mode(net: Transformer, mode: str) -> Iterator[None]:
             layer.backend_name = backend_name
 
 
-def autocast(choice: StepOptions, device: torch.device) -> AbstractContextManager[Any]:
+def autocast(options: StepOptions, device: torch.device) -> AbstractContextManager[Any]:
     """Autocast context for the chosen precision."""
-    return nullcontext() if choice.dtype is None else torch.autocast(device.type, choice.dtype)
+    return nullcontext() if options.dtype is None else torch.autocast(device.type, options.dtype)
 
 
 def check_label_shape(logits: Tensor, labels: Tensor) -> None:

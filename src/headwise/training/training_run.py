@@ -160,8 +160,6 @@ def describe_first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) ->
     return None if difference is None else f"{difference[0]} was {difference[1]}, is now {difference[2]}"
 
 
-# --- Training runs -------------------------------------------------------------------------------------
-
 # --- FLOPs of a step -----------------------------------------------------------------------------------
 
 TRAINING_FLOP_FACTOR = 3  # the backward pass has two matrix products for each one of the forward pass
@@ -394,7 +392,7 @@ class TrainingRun:
     def evaluate(self) -> dict[str, Any]:
         """Evaluate the model on the validation split and update `progress`; returns the record for the loggers."""
         step, best_loss = self.progress.step, self.progress.loss
-        metrics = self.evaluator.compute_metrics(self.sharded_model.path, "valid")
+        metrics = self.evaluator.compute_metrics(self.sharded_model.forward, "valid")
         if not math.isfinite(metrics["loss"]):
             raise TrainingDiverged(self._divergence_message(f"step {step}: the validation loss is {metrics['loss']}"))
         if best_loss is None or metrics["loss"] < best_loss:
@@ -498,8 +496,8 @@ class TrainingRun:
         return self._flops[shape]
 
     def _raise_diverged(self, step: int, batch: Batch, loss: Tensor) -> None:
-        share = self.sharded_model.share(batch).batch
-        cause = find_first_non_finite(self.sharded_model, self.groups, lambda: self.train_step.compute_loss(share))
+        shard = self.sharded_model.shard(batch).batch
+        cause = find_first_non_finite(self.sharded_model, self.groups, lambda: self.train_step.compute_loss(shard))
         symptom = "the gradient holds NaN or inf" if bool(loss.isfinite()) else f"the loss is {loss.item()}"
         raise TrainingDiverged(self._divergence_message(f"step {step}: {symptom}; {cause}"))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..traces.channel_products import multiply_channels
 from ..traces.head_aggregates import aggregate_heads, roll_out_attention
+from ..traces.query_key_map import multiply_channels
 from .open_model import OpenModel
 from .tile_encoding import encode_arrays
 

@@ -138,21 +138,21 @@ def _full_cache_case(name: str, dtype: torch.dtype, targets: tuple[SpeedTarget, 
 def _int8_case() -> BenchmarkCase:
     """Return the case of an int8 cache; the peer reads bf16, so that results differ by the quantisation error."""
     caches = _DecodeCaches.with_lengths((NUM_TOKENS,), torch.bfloat16)
-    quantised = []
+    quantized = []
     for pair in caches.kv_pairs * 2:
         scales = [t.float().abs().amax(-1) / 127 for t in pair]
         integers = [(t / s[..., None]).round().to(torch.int8) for t, s in zip(pair, scales, strict=True)]
-        quantised.append((*integers, *scales))
+        quantized.append((*integers, *scales))
     order = count()
 
     def ours() -> Tensor:
-        k, v, *scales = (t.transpose(1, 2) for t in quantised[next(order) % len(quantised)])
+        k, v, *scales = (t.transpose(1, 2) for t in quantized[next(order) % len(quantized)])
         return attend_paged(
             caches.q_BHK, k, v, caches.table, scale=HEAD_DIM**-0.5, options=PagedDecodeOptions(None, None, *scales)
         )[0]
 
     runs = _without_grad({"ours": ours, "SDPA, enable_gqa (bf16)": caches.cycle_caches(caches.sdpa_gqa)})
-    reads = sum(t.nbytes for t in quantised[0])
+    reads = sum(t.nbytes for t in quantized[0])
     return BenchmarkCase(
         "decode 8k, int8",
         runs.pop("ours"),
@@ -289,8 +289,8 @@ class _PagedRows:
         spec = design(model=NUM_HEADS * HEAD_DIM, heads=NUM_HEADS, kv=NUM_KV_HEADS, pattern="causal()")
         count = sum(-(-length // page) for length in lengths) - (len(lengths) - 1) * (shared // page)
         self.pool, self.lengths = PagePool([spec], pages=count, page=page, dtype=dtype), lengths
-        self.pool.numbers.copy_(torch.randn(1, self.pool.numbers.shape[1]).expand_as(self.pool.numbers))
-        self.pool.numbers.mul_(torch.rand(len(self.pool.numbers), 1))
+        self.pool.storage.copy_(torch.randn(1, self.pool.storage.shape[1]).expand_as(self.pool.storage))
+        self.pool.storage.mul_(torch.rand(len(self.pool.storage), 1))
         self.rows = self._start_shared(shared)
         while any(row.length < end - 1 for row, end in zip(self.rows, lengths, strict=True)):
             self._grow([min(page, end - 1 - row.length) for row, end in zip(self.rows, lengths, strict=True)])
@@ -302,15 +302,15 @@ class _PagedRows:
         self.q = torch.randn(len(lengths), NUM_HEADS, HEAD_DIM).to(dtype)
 
     def _start_shared(self, shared: int) -> list[PagedSequence]:
-        book = self.pool.book
-        first = book.new_sequence()
+        block_tables = self.pool.block_tables
+        first = block_tables.new_sequence()
         if shared:
-            book.append_slots([first], [shared])
+            block_tables.append_slots([first], [shared])
             first.length = shared
-        return [first, *(book.fork(first) for _ in self.lengths[1:])]
+        return [first, *(block_tables.fork(first) for _ in self.lengths[1:])]
 
     def _grow(self, counts: list[int]) -> None:
-        self.pool.book.append_slots(self.rows, counts)
+        self.pool.block_tables.append_slots(self.rows, counts)
         for row, added in zip(self.rows, counts, strict=True):
             row.length += added
 
@@ -334,7 +334,7 @@ class _PagedRows:
         """Copy queries, keys and values from `other`."""
         for mine, theirs in zip(self.rows, other.rows, strict=True):
             to, of = ([*row.tables[0].values()] for row in (mine, theirs))
-            self.pool.numbers[to] = other.pool.numbers[of]
+            self.pool.storage[to] = other.pool.storage[of]
         self.q = other.q
 
     def headwise_kernel(self) -> Tensor:

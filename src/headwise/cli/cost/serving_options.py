@@ -156,7 +156,7 @@ def _request_batch(args: argparse.Namespace, estimate: CostEstimate) -> RequestB
 
 def _check_memory_limit(demand: MemoryDemand, budget: str) -> None:
     """Raise an error if the weights alone exceed the budget."""
-    from ...costs.device_capacity import format_gigabytes
+    from ...costs.roofline import format_gigabytes
 
     weights, memory = demand.serving.weights.bytes, demand.serving.device.memory
     if weights > memory:

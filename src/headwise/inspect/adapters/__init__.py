@@ -8,5 +8,5 @@ In order of precedence (`attention_sites.ADAPTERS`):
 - `output_projection`: modules with an output projection that is found by name or declared (`declarations`).
 
 `module_tracer` traces attention inside the forward of any module; `joint_axis` splits an axis that joins batch and
-heads. `usual_projections` proposes the projections of a module by the names that libraries use.
+heads.
 """

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ..hooks import (
-    AttentionCall,
     AttentionInputs,
+    ObservedCall,
     SiteAdapter,
     SiteModule,
     WeightsOnlyCall,
@@ -300,7 +300,7 @@ def _undeclared_heads_reason(module: nn.Module, heads: int) -> str:
     return f"its attributes declare {declared_heads} heads, but it computes attention with {heads}" if is_other else ""
 
 
-def _pattern_of_call(call: AttentionCall) -> str:
+def _pattern_of_call(call: ObservedCall) -> str:
     """Attention pattern as far as one call shows it."""
     if isinstance(call, AttentionInputs) and call.mask is None:
         return "causal()" if call.causal else "full()"

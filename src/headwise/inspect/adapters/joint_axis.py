@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..hooks import AttentionCall, AttentionInputs, WeightsOnlyCall
+from ..hooks import AttentionInputs, ObservedCall, WeightsOnlyCall
 
 BATCH_FIRST, HEADS_FIRST, UNKNOWN_ORDER = "batch first", "heads first", "unknown"
 
@@ -45,7 +45,7 @@ class JointAxis(NamedTuple):
         """Join [batch, heads, ...] as [batch * heads, ...]."""
         return (tensor if self.order == BATCH_FIRST else tensor.transpose(0, 1)).flatten(0, 1)
 
-    def split_call(self, call: AttentionCall) -> AttentionCall:
+    def split_call(self, call: ObservedCall) -> ObservedCall:
         """Split the inputs or weights of a call whose batch axis is the joint axis, and which has one head."""
         if isinstance(call, WeightsOnlyCall):
             return WeightsOnlyCall(self.split(call.weights[:, 0]))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..hooks import AttentionCall, AttentionInputs, WeightsOnlyCall
+from ..hooks import AttentionInputs, ObservedCall, WeightsOnlyCall
 from ..method_patches import EAGER_STANCE
 from ..site import POSSIBLE, Ability
 from .joint_axis import JointAxis
@@ -40,7 +40,7 @@ class TracedAttention(NamedTuple):
     batch axis of `z_BTHV` then. `reason` is set if the computation is not understood.
     """
 
-    call: AttentionCall | None = None
+    call: ObservedCall | None = None
     z_BTHV: Tensor | None = None
     num_kv_heads: int = 0
     head_dim: int = 0

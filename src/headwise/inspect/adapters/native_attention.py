@@ -22,7 +22,7 @@ from ...interfaces.core_types import Probe
 from ...masking.sequence_info import AttentionMask, SequenceInfo
 from ...models import Transformer
 from ...nn.attention import Attention
-from ...nn.attention_call import AttentionArguments, AttentionCall
+from ...nn.attention_call import AttentionArguments, PlannedCall
 from ..hooks import (
     AttentionHook,
     AttentionInputs,
@@ -325,9 +325,9 @@ def _wrap_head_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_attend(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def attend(self: Attention, call: AttentionCall, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
+    def attend(self: Attention, call: PlannedCall, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
         if hooks := [hook for hook in get_hooks(self) if hook.needs_call]:
-            observed_call = HeadwiseCall(call.plan.call, attention_mask, inputs, self.core_steps)
+            observed_call = HeadwiseCall(call.plan.signature, attention_mask, inputs, self.core_steps)
             for hook in hooks:
                 hook.on_call(observed_call)
         return original(self, call, attention_mask, inputs)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ...masking.patterns import Blocks, Causal, Window
 from ..hooks import (
-    AttentionCall,
     AttentionHook,
     HeadValues,
+    ObservedCall,
     SiteAdapter,
     SiteModule,
     WeightsOnlyCall,
@@ -211,8 +211,6 @@ def _derive_head_dim(module: nn.Module, config: Any, q: int) -> int:
     return width // q if q else 0
 
 
-# --- Adapter -------------------------------------------------------------------------------------------
-
 # --- Banded weights of Longformer and LED -----------------------------------------------------------------
 #
 # A row of weights is [global keys, then keys from `half_window` before to `half_window` behind the query]; queries with
@@ -367,7 +365,7 @@ class TraceSession:
         self.published = False
 
     def record(self, traced: TracedAttention) -> None:
-        """Remember a traced attention computation."""
+        """Append a traced attention computation."""
         self.traced.append(traced)
 
     def publish(self, z_BTHV: Tensor) -> None:
@@ -383,7 +381,7 @@ class TraceSession:
         _send_call(self.observers, call)
 
 
-_TRACE_SESSION: ContextVar[TraceSession | None] = ContextVar("listening", default=None)
+_TRACE_SESSION: ContextVar[TraceSession | None] = ContextVar("trace_session", default=None)
 
 
 class UnreadableCall:
@@ -411,7 +409,7 @@ class UnreadableCall:
         raise ValueError(f"cannot observe its weights: {self.reason}; {BY_A_RUN}")
 
 
-def _send_call(hooks: list[AttentionHook], call: AttentionCall) -> None:
+def _send_call(hooks: list[AttentionHook], call: ObservedCall) -> None:
     for hook in hooks:
         hook.on_call(call)
 
@@ -422,7 +420,7 @@ def _equals(z_BTHV: Tensor | None, other: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class AttentionForward:
-    """Forward of an attention module; traces it if an observer of its projection needs the inputs of the attention."""
+    """Override of the forward of an attention module, which traces it if a hook on its projection needs the inputs."""
 
     module: nn.Module
     projection: nn.Module
@@ -451,7 +449,7 @@ class AttentionForward:
 
 @dataclass(frozen=True)
 class ProjectionForward:
-    """Forward of an output projection, whose input are the head outputs."""
+    """Override of the forward of an output projection, whose input are the head outputs; ablation happens here."""
 
     module: nn.Module
     num_heads: int

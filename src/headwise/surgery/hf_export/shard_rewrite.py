@@ -216,7 +216,7 @@ def _replace_part(spec: AttentionSpec, name: str, part: Any) -> AttentionSpec:
 
 # --- Rewriting of shards -------------------------------------------------------------------------------
 
-HEAD_AXES = ("q", "kv", "v", "out", "voice")  # axes of size 0 when no head is left
+HEAD_AXES = ("q", "kv", "v", "out", "row")  # axes of size 0 when no head is left
 
 
 class ShardRewrite(NamedTuple):
