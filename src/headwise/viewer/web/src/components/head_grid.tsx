@@ -7,7 +7,7 @@ import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { togglePin } from "../actions";
 import { themeVersion } from "../canvas/colors";
 import { drawBand, rowPitch, type BandContent, type Bracket, type CellContent, type CellSizes } from "../canvas/head_cells";
-import { classWord, format, measureName, t } from "../i18n";
+import { classWord, format, measureName, say, t } from "../i18n";
 import { cellMode, classesOf, doc, firstHeads, headName, isAblated, measureOf, measures, scale, screen, selectHead, selectedHead, selectedSite, sites, sortHeads, stacks, thumbnails } from "../state";
 import { keepInUrl, readRanges, toList, toText, urlSignal, writeRanges } from "../url_state";
 import { Meter } from "./basics";
@@ -104,7 +104,7 @@ export function HeadGrid({ stack }: { stack: string }): JSX.Element {
           <div
             class="grid"
             role="grid"
-            aria-label={`${t("map.grid")}: ${stack}`}
+            aria-label={`${t("map.grid")}: ${say(stack)}`}
             aria-rowcount={numbers.length}
             aria-colcount={columns}
             onClick={onClick}

@@ -335,6 +335,8 @@ export const en = {
   "diff.first": "open text",
   "diff.second": "compared",
   "diff.change": "difference, −1 (orange) to 1 (blue)",
+  "diff.pairs": "Pairs of tokens whose weights differ most",
+  "diff.changeColumn": "difference",
   "diff.point": "Point at a pair for its exact weights in both runs.",
   "cost.context": "context",
   "cost.batch": "batch",

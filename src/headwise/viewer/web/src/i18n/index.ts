@@ -1,6 +1,7 @@
 // Texts in the language of the page.
 
-import { language } from "../state";
+import { signal } from "@preact/signals";
+import { language, source } from "../state";
 import { en, type TextKey } from "./en";
 import { zh } from "./zh";
 
@@ -11,6 +12,34 @@ export { classWord, measureMeaning, measureName } from "./measures";
 export function t(key: TextKey, values: Record<string, string | number> = {}): string {
   const text = (language.value === "zh" ? zh : en)[key];
   return text.replace(/\{(\w+)\}/g, (whole, name) => String(values[name] ?? whole));
+}
+
+const MAX_SENTENCES = 200; // of one request
+const translations = signal<ReadonlyMap<string, string>>(new Map());
+const asked = new Set<string>();
+let waiting: string[] = [];
+
+/**
+ * A sentence of the server in the language of the page: as it is until its translation arrives, or if there is none.
+ * Sentences of the page itself are given by their key.
+ */
+export function say(sentence: string): string {
+  if (sentence.startsWith("error.")) return t(sentence as TextKey);
+  if (language.value !== "zh" || !sentence) return sentence;
+  if (!asked.has(sentence)) {
+    asked.add(sentence);
+    if (waiting.push(sentence) === 1) setTimeout(() => void askForTranslations());
+  }
+  return translations.value.get(sentence) ?? sentence;
+}
+
+async function askForTranslations(): Promise<void> {
+  const sentences = waiting;
+  waiting = [];
+  for (let first = 0; first < sentences.length; first += MAX_SENTENCES) {
+    const found = await source.translate(sentences.slice(first, first + MAX_SENTENCES)).catch(() => ({}));
+    translations.value = new Map([...translations.value, ...Object.entries(found)]);
+  }
 }
 
 /** A number with three significant digits, without an exponent where it is readable. */

@@ -336,6 +336,8 @@ export const zh: Record<TextKey, string> = {
   "diff.first": "当前文本",
   "diff.second": "比较对象",
   "diff.change": "差值，−1（橙）到 1（蓝）",
+  "diff.pairs": "权重差异最大的词元对",
+  "diff.changeColumn": "差值",
   "diff.point": "指向一对词元，查看两次运行中的精确权重。",
   "cost.context": "上下文",
   "cost.batch": "批大小",

@@ -8,7 +8,7 @@ import { Panel, Segmented } from "../components/basics";
 import { CopyButton, CopyCode } from "../components/copy_code";
 import { streamWords, visibleToken } from "../components/tokens";
 import { downloadText } from "../download";
-import { t, type TextKey } from "../i18n";
+import { say, t, type TextKey } from "../i18n";
 import { changeMode, chosenTokens, computeEffect, effect, factor, loadRecipe, mode, modeFields, MODES, openTokens, randomSets, recipeText, requestKey, resampleText, toggleToken } from "../lab_state";
 import type { Site } from "../source";
 import { doc, headCount, headName, isAblated, job, selectHead, selectedHead, selectedSite, sites, source } from "../state";
@@ -19,7 +19,7 @@ const MOST_CHIPS = 512; // tokens to choose from; longer texts are ablated at al
 
 export function LabScreen(): JSX.Element {
   const ablated = doc.value?.ablated ?? [];
-  const reason = ablateReason();
+  const reason = say(ablateReason());
   const canRun = ablated.length > 0 && source.isLive && !job.value;
   const isStale = effect.value !== null && effect.value.request !== requestKey.value;
   return (
@@ -124,8 +124,8 @@ function TokenChoice(): JSX.Element {
     <details class="lab-how">
       <summary>{count ? t("lab.someTokens", { count }) : t("lab.allTokens")}</summary>
       {streams.map((stream) => (
-        <div key={stream} role="group" aria-label={`${t("lab.tokens")} · ${stream}`}>
-          {streams.length > 1 && <h3>{t(stream === "source" ? "source" : "text")}</h3>}
+        <div key={stream} role="group" aria-label={`${t("lab.tokens")} · ${say(stream)}`}>
+          {streams.length > 1 && <h3>{say(stream)}</h3>}
           <div class="chips">
             {streamWords(stream)
               .slice(0, MOST_CHIPS)

@@ -7,7 +7,7 @@ import { cssRamp, themeVersion } from "../canvas/colors";
 import { Meter, Panel, Ramp, TableButton, type Column } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import { streamWords, visibleToken } from "../components/tokens";
-import { format, t } from "../i18n";
+import { format, say, t } from "../i18n";
 import { computeEffect, continued, continueText, effect, requestKey, sweep, sweepKey, textKey, type Check, type Effect, type NextToken } from "../lab_state";
 import { doc, job, showsTable } from "../state";
 
@@ -43,7 +43,7 @@ function EffectView({ found }: { found: Effect }): JSX.Element {
         <dd>
           {number(found.loss.before)} → <b class="b">{number(found.loss.after)}</b>
         </dd>
-        <dt>{found.outputs}</dt>
+        <dt>{say(found.outputs)}</dt>
         <dd>
           <b class="b">{number(found.kl)}</b>
         </dd>
@@ -63,7 +63,7 @@ function EffectView({ found }: { found: Effect }): JSX.Element {
       <ContinuedView />
       {found.notes.map((note) => (
         <p key={note} class="t3 sm">
-          {note}
+          {say(note)}
         </p>
       ))}
     </div>
@@ -72,7 +72,7 @@ function EffectView({ found }: { found: Effect }): JSX.Element {
 
 /** Whether a copy without the weights of these heads gives the same outputs. */
 function CheckView({ check }: { check: Check }): JSX.Element {
-  if (!check.possible) return <p class="t3 sm" data-testid="check">{t("check.not", { reason: check.reason })}</p>;
+  if (!check.possible) return <p class="t3 sm" data-testid="check">{t("check.not", { reason: say(check.reason) })}</p>;
   const values = { apart: check.apart.toExponential(1), allowed: check.allowed.toExponential(1) };
   return (
     <p class={`sm${check.same ? "" : " warn-text"}`} data-testid="check">
@@ -92,7 +92,7 @@ function SinglesView({ found }: { found: Effect }): JSX.Element | null {
   const alone = singles.reduce((sum, one) => sum + one![2], 0);
   return (
     <p class="sm" data-testid="singles">
-      {t("lab.sumOfSingle", { count: singles.length })}: {found.outputs} {t("lab.predicted", { alone: format(alone), together: number(found.kl) })}
+      {t("lab.sumOfSingle", { count: singles.length })}: {say(found.outputs)} {t("lab.predicted", { alone: format(alone), together: number(found.kl) })}
     </p>
   );
 }
@@ -107,7 +107,7 @@ function ContinuedView(): JSX.Element {
       </button>
     );
   }
-  if (!known.possible) return <p class="t3 sm">{known.reason}</p>;
+  if (!known.possible) return <p class="t3 sm">{say(known.reason)}</p>;
   const { before, after } = known;
   const longer = before.length > after.length ? before : after;
   const differs = longer.findIndex((_, index) => before[index] !== after[index]);

@@ -5,7 +5,7 @@ import { useEffect, useRef } from "preact/hooks";
 import { CopyCode } from "../components/copy_code";
 import { DataTable } from "../components/data_table";
 import type { Column } from "../components/basics";
-import { format, t, type TextKey } from "../i18n";
+import { format, say, t, type TextKey } from "../i18n";
 import { en } from "../i18n/en";
 import { headName, sites } from "../state";
 import { formatCount } from "./cost";
@@ -149,11 +149,11 @@ export function ResultView({ result }: { result: SurgeryResult }): JSX.Element {
         </svg>
         <span>{result.holds ? t("prune.holds", { count }) : t("prune.fails", { count, failed })}</span>
       </p>
-      <p class="t2">{proof.what}</p>
+      <p class="t2">{say(proof.what)}</p>
       <p class="wrap-anywhere">
         <span class="t3">{t("prune.saved")}</span> <code data-testid="folder">{result.folder}</code>
         <br />
-        <span class="t3 sm">{result.sentence}</span>
+        <span class="t3 sm">{say(result.sentence)}</span>
       </p>
       <Command text={result.command} />
       <div class="proof-tables">
@@ -168,7 +168,7 @@ export function ResultView({ result }: { result: SurgeryResult }): JSX.Element {
           <summary>{t("prune.notes")}</summary>
           {proof.notes.map((note) => (
             <p key={note} class="t3 sm">
-              {note}
+              {say(note)}
             </p>
           ))}
         </details>
@@ -193,7 +193,7 @@ function CheckTable({ checks }: { checks: SurgeryResult["proof"]["equal"] }): JS
       caption={t("prune.checks")}
       rows={checks}
       columns={[
-        { key: "what", title: t("prune.check"), value: (row) => row.what, cell: (row) => <span class="wrap-anywhere">{row.what}</span> },
+        { key: "what", title: t("prune.check"), value: (row) => say(row.what), cell: (row) => <span class="wrap-anywhere">{say(row.what)}</span> },
         { key: "apart", title: t("prune.difference"), numeric: true, value: (row) => row.apart, cell: (row) => formatSmall(row.apart) },
         { key: "allowed", title: t("prune.tolerance"), numeric: true, value: (row) => row.allowed, cell: (row) => formatSmall(row.allowed) },
         { key: "same", title: t("prune.equal"), value: (row) => Number(row.same), cell: (row) => <span class={`tag ${row.same ? "ok" : "bad"}`}>{row.same ? t("prune.yes") : t("prune.no")}</span> },
@@ -220,7 +220,7 @@ function QualityTable({ quality }: { quality: SurgeryResult["proof"]["quality"] 
       caption={t("prune.quality", { texts: quality.texts })}
       rows={quality.rows}
       columns={[
-        { key: "name", title: t("prune.quality", { texts: quality.texts }), value: (row) => row.name },
+        { key: "name", title: t("prune.quality", { texts: quality.texts }), value: (row) => say(row.name) },
         estimate("before", t("prune.before")),
         estimate("after", t("prune.after")),
         { key: "change", title: `${t("prune.change")}, ${t("interval")}`, numeric: true, value: (row) => row.change?.value ?? NaN, cell: (row) => (row.change ? `${number(row.change.low)} … ${number(row.change.high)}` : "–") },
@@ -247,9 +247,9 @@ function SpeedTable({ phases }: { phases: SurgeryResult["proof"]["speeds"]["phas
       caption={t("prune.speed")}
       rows={phases}
       columns={[
-        { key: "phase", title: t("prune.speed"), value: (row) => row.phase },
+        { key: "phase", title: t("prune.speed"), value: (row) => say(row.phase) },
         { key: "speedup", title: t("prune.speedup"), numeric: true, value: (row) => row.speedup, cell: (row) => (row.verdict.startsWith("too few") ? "–" : format(row.speedup)) },
-        { key: "verdict", title: t("prune.verdict"), value: (row) => row.verdict },
+        { key: "verdict", title: t("prune.verdict"), value: (row) => say(row.verdict) },
       ]}
     />
   );

@@ -8,7 +8,7 @@ import { Heatmap, Panel, Select, TableButton, type Column } from "../components/
 import { Badge } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
 import { Dendrogram } from "../components/dendrogram";
-import { format, t } from "../i18n";
+import { format, say, t } from "../i18n";
 import { classesOf, doc, firstHeads, headCount, headName, isAblated, job, runJob, scale, screen, selectedHead, selectedSite, selectHead, showsTable, source } from "../state";
 import type { Message } from "../source";
 import { between, urlSignal } from "../url_state";
@@ -94,7 +94,7 @@ export function SimilarityScreen(): JSX.Element {
           <Select
             label={t("tokens.label")}
             value={chosen.value}
-            options={groups.value.map((item, number) => [String(number), item.streams.join(" → ")] as const)}
+            options={groups.value.map((item, number) => [String(number), item.streams.map(say).join(" → ")] as const)}
             onChange={(value) => (chosen.value = value)}
           />
         )}
@@ -153,7 +153,7 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
   };
   return (
     <div class="stack similar">
-      <p>{group.sentence}</p>
+      <p>{say(group.sentence)}</p>
       <div class="toolbar">
         <label class="picker range">
           <span>
