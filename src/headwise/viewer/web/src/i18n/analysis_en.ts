@@ -106,4 +106,9 @@ export const analysisEn = {
   "error.jobCancelled": "The job was cancelled.",
   "error.notInFile": "This file does not hold these numbers.",
   "error.notInFileRemedy": "Open the model with `headwise view` to compute them.",
+  "points.kind": "kind",
+  "patches.row": "row of the image",
+  "patches.column": "column of the image",
+  "similar.pairs": "Distances of all pairs",
+  "similar.other": "other head",
 } as const;

@@ -108,4 +108,9 @@ export const analysisZh: Record<keyof typeof analysisEn, string> = {
   "error.jobCancelled": "任务已取消。",
   "error.notInFile": "此文件不含这些数字。",
   "error.notInFileRemedy": "请用 `headwise view` 打开模型来计算。",
+  "points.kind": "种类",
+  "patches.row": "图像的行",
+  "patches.column": "图像的列",
+  "similar.pairs": "所有头对的距离",
+  "similar.other": "另一个头",
 };

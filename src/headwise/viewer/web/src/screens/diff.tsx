@@ -190,7 +190,7 @@ function Answer({ found }: { found: Comparison }): JSX.Element {
           caption={t("diff.ranked")}
           rows={found.heads}
           sort="divergence"
-          limit={20}
+          {...(showsTable.value ? {} : { limit: 20 })}
           onSelect={(head) => selectHead(head.site, head.head)}
           isSelected={(head) => head.site === selectedSite.value && head.head === selectedHead.value}
           columns={[

@@ -36,7 +36,7 @@ export function HeadScreen(): JSX.Element {
           <Panel footer={form === "channels" ? undefined : <CellFooter item={item} pointed={pointed} data={data} />}>
             {form === "channels" ? (
               <ChannelProducts item={item} />
-            ) : showsTable.value ? (
+            ) : showsTable.value && form !== "points" ? (
               <StrongestPairs item={item} tile={data.tile.value} />
             ) : form === "points" ? (
               <QueryKeyPoints item={item} />

@@ -170,13 +170,25 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
           {t("similar.prune")}
         </button>
       </div>
-      <Panel title={t("tree.title")} footer={<span class="t3 sm">{t("tree.hint")}</span>}>
-        <Dendrogram heads={group.heads} merges={group.merges} threshold={threshold} name={name} onCut={onCut} />
-      </Panel>
-      {showsTable.value ? (
-        <Panel>
-          <NeighbourTable group={group} clusters={clusters} name={name} />
+      {!showsTable.value && (
+        <Panel title={t("tree.title")} footer={<span class="t3 sm">{t("tree.hint")}</span>}>
+          <Dendrogram heads={group.heads} merges={group.merges} threshold={threshold} name={name} onCut={onCut} />
         </Panel>
+      )}
+      {showsTable.value ? (
+        <>
+          <Panel>
+            <NeighbourTable group={group} clusters={clusters} name={name} />
+          </Panel>
+          <div class="two">
+            <Panel title={t("tree.title")}>
+              <DistanceTable caption={t("tree.title")} pairs={mergePairs(group.merges)} name={name} />
+            </Panel>
+            <Panel title={t("similar.pairs")}>
+              <DistanceTable caption={t("similar.pairs")} pairs={headPairs(group)} name={name} />
+            </Panel>
+          </div>
+        </>
       ) : (
         <div class="two">
           <Panel title={t("similar.matrix", { most: format(most) })}>
@@ -199,6 +211,33 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
         />
       </Panel>
     </div>
+  );
+}
+
+type Pair = readonly [one: number, other: number, distance: number];
+
+/** The merges of the tree: the first head of each of two clusters, and the distance at which they are joined. */
+function mergePairs(merges: Float32Array): Pair[] {
+  return Array.from({ length: merges.length / 3 }, (_, row) => [merges[row * 3]!, merges[row * 3 + 1]!, merges[row * 3 + 2]!]);
+}
+
+/** All pairs of heads, the nearest first. */
+function headPairs({ heads, distances }: Group): Pair[] {
+  const pairs = heads.flatMap((_, one) => heads.slice(one + 1).map((_, place): Pair => [one, one + 1 + place, distances[one * heads.length + one + 1 + place]!]));
+  return pairs.sort((a, b) => a[2] - b[2]);
+}
+
+function DistanceTable({ caption, pairs, name }: { caption: string; pairs: Pair[]; name: (head: number) => string }): JSX.Element {
+  return (
+    <DataTable
+      caption={caption}
+      rows={pairs}
+      columns={[
+        { key: "one", title: t("head"), value: ([one]) => name(one) },
+        { key: "other", title: t("similar.other"), value: ([, other]) => name(other) },
+        { key: "distance", title: t("similar.distance"), numeric: true, value: (pair) => pair[2], cell: (pair) => format(pair[2]) },
+      ]}
+    />
   );
 }
 
