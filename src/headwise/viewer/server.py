@@ -43,6 +43,7 @@ from .http_security import (
     machine_names,
 )
 from .lab_actions import compute_effect, continue_text, plan_curves, remove_greedily, sweep_heads
+from .lab_evaluation import evaluate_texts
 from .model_actions import JOB_KINDS, TextTooLong, check_text_length
 from .model_worker import END_STATES, Job, ModelWorker, QueueFull, describe_error, is_out_of_memory
 from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
@@ -67,6 +68,7 @@ BINARY = "application/octet-stream"
 ALL_JOBS = {
     **JOB_KINDS,
     "ablate": compute_effect,
+    "evaluate": evaluate_texts,
     "sweep": sweep_heads,
     "lab-plan": plan_curves,
     "greedy": remove_greedily,

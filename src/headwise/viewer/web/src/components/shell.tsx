@@ -121,6 +121,7 @@ const JOB_TEXTS: Record<string, TextKey> = {
   evidence: "job.evidence",
   syntax: "job.syntax",
   ablate: "job.ablate",
+  evaluate: "job.evaluate",
   sweep: "job.sweep",
   greedy: "job.greedy",
   generate: "job.generate",

@@ -297,7 +297,7 @@ export const en = {
   "similar.clusters": "{count} clusters, {chance} by chance",
   "similar.propose": "Send all but one of each cluster to the Lab",
   "similar.prune": "Prune all but one of each cluster",
-  "similar.matrix": "Distances between heads, 0 to {most} nats",
+  "similar.matrix": "Distances between heads, 0 to {most} {unit}",
   "similar.map": "Heads as points: near means alike",
   "similar.members": "Members",
   "similar.keep": "kept",

@@ -298,7 +298,7 @@ export const zh: Record<TextKey, string> = {
   "similar.clusters": "{count} 个簇，随机水平 {chance} 个",
   "similar.propose": "每簇留一个，其余送入实验",
   "similar.prune": "剪枝：每簇只留一个",
-  "similar.matrix": "头之间的距离，0 到 {most} nats",
+  "similar.matrix": "头之间的距离，0 到 {most} {unit}",
   "similar.map": "以点表示的头：越近越相似",
   "similar.members": "成员",
   "similar.keep": "保留",

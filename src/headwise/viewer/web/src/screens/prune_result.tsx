@@ -37,6 +37,12 @@ export interface Sizes {
   sites: { site: string; before: AttentionSize; after: AttentionSize }[];
 }
 
+/** Metrics over several texts, before and after a change. Mirrors `QualityReport`. */
+export interface Quality {
+  texts: number;
+  rows: { name: string; before: Estimate | null; after: Estimate; change: Estimate | null }[];
+}
+
 /** The answer of the jobs prune and convert. Mirrors `NewModel.write_and_prove`. */
 export interface SurgeryResult {
   holds: boolean;
@@ -49,7 +55,7 @@ export interface SurgeryResult {
     equal: { what: string; apart: number; allowed: number; same: boolean }[];
     savings: Sizes;
     speeds: { phases: { phase: string; speedup: number; verdict: string }[] };
-    quality: { texts: number; rows: { name: string; before: Estimate | null; after: Estimate; change: Estimate | null }[] };
+    quality: Quality;
     notes: string[];
   };
 }
@@ -206,7 +212,7 @@ function formatSmall(value: number): string {
   return value === 0 ? "0" : value.toExponential(1);
 }
 
-function QualityTable({ quality }: { quality: SurgeryResult["proof"]["quality"] }): JSX.Element {
+export function QualityTable({ quality }: { quality: Quality }): JSX.Element {
   const number = (value: number | null | undefined) => (value === null || value === undefined ? "–" : format(value));
   const estimate = (key: "before" | "after", title: string): Column<(typeof quality.rows)[number]> => ({
     key,
