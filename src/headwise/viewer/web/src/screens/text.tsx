@@ -379,7 +379,12 @@ function useShades(box: { current: HTMLDivElement | null }, props: { upper: Floa
     const chips = box.current?.children ?? [];
     const key = `${version} ${isTwo}`;
     const last = drawn.current?.key === key && drawn.current.words === words ? drawn.current.steps : null;
-    const read = (weights: Float32Array | null) => Uint8Array.from(words, (_, index) => Math.ceil(rampPosition(weights?.[index] ?? 0, scale.value) * SHADES));
+    const ramp = scale.value;
+    const read = (weights: Float32Array | null) => {
+      const found = new Uint8Array(words.length);
+      if (weights) for (let index = 0; index < found.length; index++) found[index] = Math.ceil(rampPosition(weights[index]!, ramp) * SHADES);
+      return found;
+    };
     const steps: [Uint8Array, Uint8Array] = [read(upper), read(lower)];
     const shade = (step: number, hue: string) => {
       if (!step) return "transparent";
