@@ -2,15 +2,24 @@
 
 import { signal } from "@preact/signals";
 import { language, source } from "../state";
-import { en, type TextKey } from "./en";
-import { zh } from "./zh";
+import { changeTexts } from "./texts_changes";
+import { frameTexts } from "./texts_frame";
+import { viewTexts } from "./texts_views";
 
-export type { TextKey } from "./en";
 export { classWord, measureMeaning, measureName } from "./measures";
+
+const texts = { ...frameTexts, ...viewTexts, ...changeTexts };
+const LANGUAGES = ["en", "zh"] as const; // in the order of the texts of a key
+export type TextKey = keyof typeof texts;
+
+/** Whether there is a text of this key, which may be made of a name that the server sent. */
+export function isTextKey(key: string): key is TextKey {
+  return key in texts;
+}
 
 /** The text of a key with {names} replaced by values. */
 export function t(key: TextKey, values: Record<string, string | number> = {}): string {
-  const text = (language.value === "zh" ? zh : en)[key];
+  const text: string = texts[key][LANGUAGES.indexOf(language.value)]!;
   return text.replace(/\{(\w+)\}/g, (whole, name) => String(values[name] ?? whole));
 }
 

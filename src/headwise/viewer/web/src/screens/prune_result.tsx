@@ -5,8 +5,7 @@ import { useEffect, useRef } from "preact/hooks";
 import { CopyCode } from "../components/copy_code";
 import { DataTable } from "../components/data_table";
 import type { Column } from "../components/basics";
-import { format, say, t, type TextKey } from "../i18n";
-import { en } from "../i18n/en";
+import { format, isTextKey, say, t } from "../i18n";
 import { headName, sites } from "../state";
 import { formatCount } from "./cost";
 
@@ -63,7 +62,7 @@ export interface SurgeryResult {
 /** The name of a size in the language of the page; one that the page does not know stays as it is. */
 function sizeName(name: string, length: number): string {
   const key = `size.${name}`;
-  return key in en ? t(key as TextKey, { length }) : name;
+  return isTextKey(key) ? t(key, { length }) : say(name);
 }
 
 export function formatSize(value: number, unit: string): string {
