@@ -8,16 +8,18 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from string import Formatter
+from typing import Any
 
 import pytest
 
-from headwise.viewer.bundled_sample import open_sample
+from headwise.viewer import bundled_sample
 from headwise.viewer.model_actions import measure
 from headwise.viewer.model_worker import Job, JobProgress, describe_error
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.sentences import CATALOGUE, Template, iter_sentences, read_catalogue, translate
 from headwise.viewer.similarity_actions import compute_similarity
 from headwise.viewer.tile_encoding import decode_arrays
+from support.page_browser import sample_model, served, wait_until
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "headwise"
 # The modules whose errors and progress the jobs of the page show.
@@ -122,9 +124,7 @@ def progress() -> JobProgress:
 
 @pytest.fixture(scope="module")
 def sample() -> OpenModel:
-    opened = open_sample()
-    measure(opened, {"texts": list(opened.texts[:8])}, progress())
-    return opened
+    return sample_model()
 
 
 def test_what_the_sample_shows_is_translated(sample: OpenModel):
@@ -135,8 +135,76 @@ def test_what_the_sample_shows_is_translated(sample: OpenModel):
     assert [sentence for sentence in shown if not is_translated(sentence)] == []
 
 
+def test_measures_of_one_text_are_translated():
+    opened = sample_model()
+    measure(opened, {}, progress())
+    assert opened.table is not None
+    shown = [*opened.table.notes, *(one.evidence for head in opened.table.heads for one in head.classes)]
+    assert [sentence for sentence in shown if not is_translated(sentence)] == []
+
+
 def test_the_comparison_of_heads_is_translated(sample: OpenModel):
-    header, _ = decode_arrays(compute_similarity(sample, {"texts": list(sample.texts[:6])}, progress()))
+    header, _ = decode_arrays(compute_similarity(sample, {"texts": list(bundled_sample.TEXTS[:6])}, progress()))
     sentences = [*(group["sentence"] for group in header["groups"]), *header["notes"]]
     assert len(sentences) >= 3
     assert [sentence for sentence in sentences if not is_translated(sentence)] == []
+
+
+# --- on the page -----------------------------------------------------------------------------------------
+
+# Texts of the page that are neither code nor tokens, in which two English words stand together.
+ENGLISH_TEXTS = """() => {
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = new Set();
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const holder = node.parentElement;
+    if (holder.closest('code, .mono, .chip, .tok, .pair-row, script, style, [lang=en], textarea, option, svg')) continue;
+    const text = node.data.replace(/`[^`]*`/g, '');
+    if (/[a-z]{2,} [a-z]{2,}/.test(text)) found.add(text);
+  }
+  return [...found];
+}"""
+
+
+def open_chinese(page: Any, url: str) -> None:
+    page.goto(url.replace("/#", "/?lang=zh#"))
+    page.get_by_role("gridcell").first.wait_for()
+
+
+def wait_for_chinese(page: Any, address: str) -> None:
+    page.evaluate(f"location.hash = '{address}'")
+    page.get_by_role("heading", level=1).first.wait_for()
+    wait_until(page, "!document.querySelector('.jobs .note:not(.bad)')")
+    wait_until(page, f"({ENGLISH_TEXTS})().length === 0")
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+def test_no_screen_has_an_english_sentence_in_chinese(page: Any, with_model: bool):
+    with served(sample_model(with_model=with_model)) as url:
+        open_chinese(page, url)
+        screens = page.get_by_role("navigation").get_by_role("link").evaluate_all("all => all.map((a) => a.hash)")
+        for address in (*screens, "#/classify?table=1", "#/map?table=1", "#/head?table=1", "#/steps?table=1"):
+            wait_for_chinese(page, address)
+
+
+def test_errors_and_progress_are_chinese(page: Any):
+    with served(sample_model()) as url:
+        open_chinese(page, url)
+        page.route("**/api/jobs", lambda route: route.fulfill(status=429, json={"error": FULL_QUEUE}))
+        page.evaluate("location.hash = '#/cost'")
+        page.get_by_role("button", name="计算开销").click()
+        page.get_by_role("alert").get_by_text("已有 8 个任务在排队").wait_for()
+        assert page.get_by_role("alert").inner_text().splitlines()[-1] == "请等一个结束，或取消一个"
+
+
+def test_an_exported_file_holds_its_translations(page: Any, tmp_path: Path):
+    from headwise.viewer.view import render_export
+
+    (tmp_path / "page.html").write_text(render_export(sample_model(with_model=False)), encoding="utf-8")
+    page.goto(f"{(tmp_path / 'page.html').as_uri()}?lang=zh")
+    page.get_by_role("gridcell").first.wait_for()
+    wait_for_chinese(page, "#/open")
+    page.get_by_text("查询和键").first.wait_for()
+    wait_for_chinese(page, "#/classify")
+
+
+FULL_QUEUE = describe_error(ValueError("8 jobs are waiting; wait for one to end, or cancel one"))
