@@ -174,7 +174,7 @@ function FileButton({ label, size, isEstimate, reason, save, error }: FileButton
     }
   };
   return (
-    <button class="btn" type="button" aria-disabled={!save} aria-busy={isBusy.value} title={say(reason)} onClick={() => void run()}>
+    <button class="btn" type="button" aria-disabled={!save} aria-busy={isBusy.value} title={say(reason ?? "")} onClick={() => void run()}>
       {label} {size !== undefined && <span class="t3">{isEstimate ? t("export.about", { size: formatBytes(size) }) : formatBytes(size)}</span>}
     </button>
   );
