@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import threading
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from headwise.viewer import bundled_sample
+from headwise.viewer import bundled_sample, server
 from headwise.viewer.model_actions import measure
 from headwise.viewer.model_worker import Job, JobProgress, describe_error
 from headwise.viewer.open_model import OpenModel
@@ -80,7 +82,7 @@ def is_translated(sentence: str) -> bool:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: f"{path.parent.name}.{path.stem}")
 def test_every_sentence_of_a_module_has_a_translation(path: Path):
-    parts = dict.fromkeys(part for sentence in sentences_of(path) for part in shown_parts(sentence))
+    parts = dict.fromkeys(part for text in sentences_of(path) if text.strip() for part in shown_parts(text))
     assert [part for part in parts if not is_translated(part)] == []
 
 
@@ -145,7 +147,7 @@ def test_measures_of_one_text_are_translated():
 
 def test_the_comparison_of_heads_is_translated(sample: OpenModel):
     header, _ = decode_arrays(compute_similarity(sample, {"texts": list(bundled_sample.TEXTS[:6])}, progress()))
-    sentences = [*(group["sentence"] for group in header["groups"]), *header["notes"]]
+    sentences = [text for text in (*(group["sentence"] for group in header["groups"]), *header["notes"]) if text]
     assert len(sentences) >= 3
     assert [sentence for sentence in sentences if not is_translated(sentence)] == []
 
@@ -157,7 +159,7 @@ ENGLISH_TEXTS = """() => {
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = new Set();
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
     const holder = node.parentElement;
-    if (holder.closest('code, .mono, .chip, .tok, .pair-row, script, style, [lang=en], textarea, option, svg')) continue;
+    if (holder.closest('code, .mono, .chip, .tok, .pair-row, script, style, [lang=en], textarea, option, svg, noscript')) continue;
     const text = node.data.replace(/`[^`]*`/g, '');
     if (/[a-z]{2,} [a-z]{2,}/.test(text)) found.add(text);
   }
@@ -186,14 +188,33 @@ def test_no_screen_has_an_english_sentence_in_chinese(page: Any, with_model: boo
             wait_for_chinese(page, address)
 
 
-def test_errors_and_progress_are_chinese(page: Any):
+def test_an_error_is_chinese(page: Any):
     with served(sample_model()) as url:
         open_chinese(page, url)
-        page.route("**/api/jobs", lambda route: route.fulfill(status=429, json={"error": FULL_QUEUE}))
+        events = f"data: {json.dumps({'state': 'failed', 'error': FAILED})}\n\n"
+        page.route("**/api/jobs/*/events", lambda route: route.fulfill(content_type="text/event-stream", body=events))
         page.evaluate("location.hash = '#/cost'")
         page.get_by_role("button", name="计算开销").click()
-        page.get_by_role("alert").get_by_text("已有 8 个任务在排队").wait_for()
-        assert page.get_by_role("alert").inner_text().splitlines()[-1] == "请等一个结束，或取消一个"
+        alert = page.get_by_role("alert")
+        alert.get_by_text("没有编号为 9 的层：记录中有 3 层").wait_for()
+        assert alert.inner_text().splitlines()[-1] == "请给出 0 到 2"
+
+
+def test_progress_is_chinese(page: Any, monkeypatch: pytest.MonkeyPatch):
+    is_seen = threading.Event()
+
+    def slow_cost(model: OpenModel, arguments: Any, progress: JobProgress) -> dict[str, Any]:
+        progress(1, 3, "3 heads ablated")
+        is_seen.wait(30)
+        return {"rows": [], "notes": [], "workload": {}}
+
+    monkeypatch.setitem(server.ALL_JOBS, "cost", slow_cost)
+    with served(sample_model()) as url:
+        open_chinese(page, url)
+        page.evaluate("location.hash = '#/cost'")
+        page.get_by_role("button", name="计算开销").click()
+        page.get_by_text("1 / 3 已消融 3 个头").wait_for()
+        is_seen.set()
 
 
 def test_an_exported_file_holds_its_translations(page: Any, tmp_path: Path):
@@ -207,4 +228,4 @@ def test_an_exported_file_holds_its_translations(page: Any, tmp_path: Path):
     wait_for_chinese(page, "#/classify")
 
 
-FULL_QUEUE = describe_error(ValueError("8 jobs are waiting; wait for one to end, or cancel one"))
+FAILED = describe_error(ValueError("there is no site 9: the trace has 3; give 0 to 2"))

@@ -48,10 +48,13 @@ def collect_answers(model: OpenModel) -> dict[str, Any]:
 
 def _list_sentences(model: OpenModel) -> list[str]:
     """The sentences that the page of an export shows: those of the document, the measures and the classes."""
-    if model.table is None:
-        return list(iter_sentences(model.describe()))
-    evidence = [one.evidence for head in model.table.heads for one in head.classes]
-    return [*iter_sentences(model.describe()), model.table.texts, *model.table.notes, *evidence]
+    layers = model.get_trace().layers
+    names = {name for one in layers for name in (one.stack, f"{one.stack} {one.kind}", one.query_stream, one.key_stream)}
+    sentences = [*iter_sentences(model.describe()), *sorted(names)]
+    if model.table is not None:
+        evidence = [one.evidence for head in model.table.heads for one in head.classes]
+        sentences += [model.table.texts, *model.table.notes, *evidence]
+    return sentences
 
 
 def estimate_html_bytes(model: OpenModel) -> int:

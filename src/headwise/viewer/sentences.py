@@ -17,7 +17,7 @@ CATALOGUE = Path(__file__).with_name("sentences_zh.toml")
 LANGUAGES = ("zh",)
 # Fields of answers whose strings are sentences; other strings are names, tokens and texts of the user.
 FIELDS = frozenset("capture evidence missing note notes reason skipped warnings".split())
-MAX_SENTENCE = 1_000  # characters; longer ones stay as they are
+MAX_SENTENCE = 2_000  # characters; longer ones stay as they are
 MAX_SENTENCES = 500  # that one request may ask for
 # Where a sentence is divided, and what joins the translated parts.
 SEPARATORS = ((". ", "。"), ("; ", "；"), (": ", "："), (", ", "，"), (" and ", "和"))
@@ -77,14 +77,15 @@ def translate(sentence: str) -> str | None:
         text = translate(sentence[:-1])
         return None if text is None else f"{text}。"
     lower = sentence[:1].lower() + sentence[1:]
-    return _translate_whole(sentence) or (_translate_whole(lower) if lower != sentence else None) or _by_parts(sentence)
+    return _translate_whole(sentence) or (translate(lower) if lower != sentence else None) or _by_parts(sentence)
 
 
 def _translate_whole(sentence: str) -> str | None:
     if text := read_catalogue().get(sentence):
         return text
     for template in _templates():
-        if (values := template.match(sentence)) is not None:
+        values = template.match(sentence)
+        if values is not None and not any(". " in value or "; " in value for value in values):
             return template.translation.format(*(translate(value) or value for value in values))
     return None
 

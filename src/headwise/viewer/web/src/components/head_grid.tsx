@@ -98,7 +98,7 @@ export function HeadGrid({ stack }: { stack: string }): JSX.Element {
   const several = stacks.value.length > 1;
   return (
     <div class="stack-block">
-      {several && <h2>{stack.replace(/^(\S+) (self|attention)$/, "$1").replace(/ self$/, "")}</h2>}
+      {several && <h2>{say(stack.replace(/^(\S+) (self|attention)$/, "$1").replace(/ self$/, ""))}</h2>}
       <div class="grid-box">
         <div class="grid-scroll" ref={box} onPointerOver={(event) => (hovered.value = headUnder(event))} onPointerLeave={() => (hovered.value = null)}>
           <div

@@ -24,7 +24,8 @@ export function t(key: TextKey, values: Record<string, string | number> = {}): s
 }
 
 const MAX_SENTENCES = 200; // of one request
-const translations = signal<ReadonlyMap<string, string>>(new Map());
+/** The sentences that have been translated, which grow while the page is used. */
+export const translations = signal<ReadonlyMap<string, string>>(new Map());
 const asked = new Set<string>();
 let waiting: string[] = [];
 

@@ -92,7 +92,7 @@ function StepsView({ steps, pointing }: { steps: Steps; pointing: Pointing }): J
               <span class="n">{number + 1}</span>
               <div>
                 <h2>{stepTitle(step)}</h2>
-                <p class="formula">{step.formula}</p>
+                <p class="formula">{say(step.formula)}</p>
                 {step.part && <p class="xs t3 mono">{step.part}</p>}
               </div>
               <div class="out">
@@ -235,7 +235,7 @@ function StepTable({ steps, step }: { steps: Steps; step: Step }): JSX.Element {
         { key: "number", title: t("steps.number"), numeric: true, value: (row: NumberRow) => row.number },
         { key: "name", title: isByKey(step) ? t("steps.key") : step.name === "norm" ? "n" : "", value: (row: NumberRow) => row.name },
         { key: "value", title: t("steps.value"), numeric: true, value: (row: NumberRow) => row.value, cell: (row: NumberRow) => exact(row.value) },
-        { key: "rule", title: t("steps.formula"), value: (row: NumberRow) => row.rule, cell: (row: NumberRow) => <span class="mono">{row.rule}</span> },
+        { key: "rule", title: t("steps.formula"), value: (row: NumberRow) => row.rule, cell: (row: NumberRow) => <span class="mono">{say(row.rule)}</span> },
       ]}
     />
   );
