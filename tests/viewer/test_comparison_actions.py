@@ -90,7 +90,7 @@ def test_pictures_hold_the_largest_weights_and_changes_of_their_cells() -> None:
     changes = np.sort(np.abs(other - one)[one != other])[::-1]
     assert len(tile.places) == len(changes) > 200
     for (query, key), pair, change in zip(tile.places, tile.weights, changes, strict=True):
-        assert pair.tolist() == [one[query, key], other[query, key]]
+        assert pair.tolist() == pytest.approx([one[query, key], other[query, key]], abs=1e-6)
         assert abs(pair[1] - pair[0]) == pytest.approx(change, abs=1e-7)
 
 

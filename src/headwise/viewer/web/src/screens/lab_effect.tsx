@@ -73,7 +73,7 @@ function EffectView({ found }: { found: Effect }): JSX.Element {
 /** Whether a copy without the weights of these heads gives the same outputs. */
 function CheckView({ check }: { check: Check }): JSX.Element {
   if (!check.possible) return <p class="t3 sm" data-testid="check">{t("check.not", { reason: say(check.reason) })}</p>;
-  const values = { apart: check.apart.toExponential(1), allowed: check.allowed.toExponential(1) };
+  const values = { apart: check.apart === 0 ? "0" : check.apart.toExponential(1), allowed: check.allowed.toExponential(1) };
   return (
     <p class={`sm${check.same ? "" : " warn-text"}`} data-testid="check">
       <span class={`tag ${check.same ? "ok" : "bad"}`}>{t("check.title")}</span> {t(check.same ? "check.same" : "check.differs", values)}{" "}

@@ -3,7 +3,7 @@
 import { useComputed } from "@preact/signals";
 import type { JSX } from "preact";
 import { measureImportance } from "../actions";
-import { Meter, Panel, Ramp, Segmented, Select, TableButton } from "../components/basics";
+import { Meter, Panel, Ramp, Segmented, Select } from "../components/basics";
 import { Badge, classLetter, className, LETTERS } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
 import { classFilter, HeadGrid, meanName, stackNumbers, type HeadItem } from "../components/head_grid";
@@ -49,7 +49,6 @@ export function MapScreen(): JSX.Element {
             onChange={(name) => (sortHeads.value = name)}
           />
         )}
-        {table && <TableButton />}
       </div>
       <MapFilter />
       {showsTable.value && table ? (

@@ -35,7 +35,7 @@ export function OpenScreen(): JSX.Element {
           <dl class="kv facts">
             {details.map(([name, value]) => (
               <div key={name}>
-                <dt>{name}</dt>
+                <dt>{say(name)}</dt>
                 <dd>{String(value)}</dd>
               </div>
             ))}

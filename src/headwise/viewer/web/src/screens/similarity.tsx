@@ -104,7 +104,7 @@ export function SimilarityScreen(): JSX.Element {
     <>
       <div class="toolbar">
         <h1>{t("similar.title")}</h1>
-        <span class="t3">{t("similar.hint")}</span>
+        {!group && <span class="t3">{t("similar.hint")}</span>}
         <span class="grow" />
         <Segmented label={t("similar.by")} value={basis.value} options={BASES.map((name) => [name, t(`similar.by.${name}`)] as const)} onChange={chooseBasis} />
         {alike.length > 1 && basis.value !== "circuits" && (
@@ -177,7 +177,7 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
   };
   return (
     <div class="stack similar">
-      <p>{group.by === "attention" ? say(group.sentence) : t(`similar.about.${group.by}`, { count })}</p>
+      {group.by === "attention" ? <Findings text={say(group.sentence)} /> : <p>{t(`similar.about.${group.by}`, { count })}</p>}
       <div class="toolbar">
         <label class="picker range">
           <span>
@@ -235,6 +235,17 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
         />
       </Panel>
     </div>
+  );
+}
+
+/** What was found: the verdict, and all numbers when they are asked for. */
+function Findings({ text }: { text: string }): JSX.Element {
+  const end = text.search(/[.。](?!\d)/) + 1;
+  return (
+    <details class="findings">
+      <summary>{text.slice(0, end)}</summary>
+      <p>{text.slice(end).trim()}</p>
+    </details>
   );
 }
 
