@@ -172,9 +172,11 @@ function Answer({ found }: { found: Comparison }): JSX.Element {
   return (
     <div class="stack">
       <Panel title={t("diff.tokens")}>
-        {Object.keys(found.pairs).map((stream) => (
-          <TokenPairs key={stream} stream={stream} found={found} />
-        ))}
+        <div class="stack">
+          {Object.keys(found.pairs).map((stream) => (
+            <TokenPairs key={stream} stream={stream} found={found} />
+          ))}
+        </div>
         {leftOut.length > 0 && <p class="t3">{t("diff.leftOut", { sites: leftOut.map(([name, why]) => `${name} (${say(why)})`).join("; ") })}</p>}
       </Panel>
       <div class="diff-lay">
