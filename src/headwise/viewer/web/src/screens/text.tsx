@@ -368,7 +368,7 @@ function useChipHandlers({ stream, canKeep, onHover }: { stream: string; canKeep
   };
 }
 
-const SHADES = 64; // steps of the colours of chips, so that weights that look the same write nothing
+const SHADES = 32; // steps of the colours of chips, so that weights that look the same write nothing
 
 /** Colour the chips by their weights, and mark the pointed one; chips that stay the same are not touched. */
 function useShades(box: { current: HTMLDivElement | null }, props: { upper: Float32Array | null; lower: Float32Array | null; isTwo: boolean; pointed: number | null }, words: string[]): void {
@@ -382,7 +382,7 @@ function useShades(box: { current: HTMLDivElement | null }, props: { upper: Floa
     const ramp = scale.value;
     const read = (weights: Float32Array | null) => {
       const found = new Uint8Array(words.length);
-      if (weights) for (let index = 0; index < found.length; index++) found[index] = Math.ceil(rampPosition(weights[index]!, ramp) * SHADES);
+      if (weights) for (let index = 0; index < found.length; index++) found[index] = Math.round(rampPosition(weights[index]!, ramp) * SHADES);
       return found;
     };
     const steps: [Uint8Array, Uint8Array] = [read(upper), read(lower)];
