@@ -44,7 +44,9 @@ def test_chinese_texts_are_chinese():
 
 def test_every_key_is_used():
     """By its name, or by the beginning of its name where the page adds the rest."""
-    code = "".join(path.read_text(encoding="utf-8") for path in sorted(SOURCES.rglob("*.ts*")) if "texts_" not in path.name)
+    code = "".join(
+        path.read_text(encoding="utf-8") for path in sorted(SOURCES.rglob("*.ts*")) if "texts_" not in path.name
+    )
     beginnings = {text.split("${")[0] for text in re.findall(r"`([A-Za-z]+\.[\w.]*\$\{[^`]*)`", code)}
     unused = [
         key

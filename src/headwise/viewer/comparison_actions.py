@@ -171,8 +171,10 @@ def pool_difference(comparison: TraceComparison, site: str, head: int, cells: in
         pooled[2, row] = np.where(most >= -least, most, least)
     first, second = (np.ceil(weights * 255 - 1e-4).clip(0, 255).astype(np.uint8) for weights in pooled[:2])
     change = (np.round(pooled[2] * SIGNED_ONE) + SIGNED_ZERO).clip(1, 255).astype(np.uint8)
-    cells = queries[:-1].astype(np.int32), keys[:-1].astype(np.int32)
-    return DifferenceTile(first, second, change, *cells, pairs[:, :2].astype(np.int32), pairs[:, 2:].astype(np.float32))
+    starts = queries[:-1].astype(np.int32), keys[:-1].astype(np.int32)
+    return DifferenceTile(
+        first, second, change, *starts, pairs[:, :2].astype(np.int32), pairs[:, 2:].astype(np.float32)
+    )
 
 
 def _keep_most_different(pairs: Array, start: int, one: Array, other: Array) -> Array:

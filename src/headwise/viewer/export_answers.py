@@ -49,7 +49,9 @@ def collect_answers(model: OpenModel) -> dict[str, Any]:
 def _list_sentences(model: OpenModel) -> list[str]:
     """The sentences that the page of an export shows: those of the document, the measures and the classes."""
     layers = model.get_trace().layers
-    names = {name for one in layers for name in (one.stack, f"{one.stack} {one.kind}", one.query_stream, one.key_stream)}
+    names = {
+        name for one in layers for name in (one.stack, f"{one.stack} {one.kind}", one.query_stream, one.key_stream)
+    }
     sentences = [*iter_sentences(model.describe()), *sorted(names)]
     if model.table is not None:
         evidence = [one.evidence for head in model.table.heads for one in head.classes]

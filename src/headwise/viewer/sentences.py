@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CATALOGUE = Path(__file__).with_name("sentences_zh.toml")
-LANGUAGES = ("zh",)
 # Fields of answers whose strings are sentences; other strings are names, tokens and texts of the user.
-FIELDS = frozenset("capture evidence missing note notes reason skipped warnings".split())
+FIELDS = frozenset(["capture", "evidence", "missing", "note", "notes", "reason", "skipped", "warnings"])
 MAX_SENTENCE = 2_000  # characters; longer ones stay as they are
 MAX_SENTENCES = 500  # that one request may ask for
 # Where a sentence is divided, and what joins the translated parts.
-SEPARATORS = ((". ", "。"), ("; ", "；"), (": ", "："), (", ", "，"), (" and ", "和"))
+SEPARATORS = ((". ", "\u3002"), ("; ", "\uff1b"), (": ", "\uff1a"), (", ", "\uff0c"), (" and ", "\u548c"))
 
 
 class Template(NamedTuple):
@@ -67,8 +66,8 @@ def _templates() -> tuple[Template, ...]:
 def translate(sentence: str) -> str | None:
     """A sentence in Chinese; None if the catalogue has neither it nor all of its parts.
 
-    >>> translate("the text is empty; enter at least one word")
-    '文本为空；请至少输入一个词'
+    >>> translate("the text is empty")
+    '文本为空'
     >>> translate("The cat sat on the mat.")
     """
     if len(sentence) > MAX_SENTENCE:
