@@ -2,7 +2,7 @@
 
     python tools/make_screenshots.py [--out docs/img]
 
-It needs a built page (`make web`), Playwright, Debian's chromium, and Pillow.
+It needs a built page (`make web`), Playwright, Debian's chromium, fonts with Chinese signs, and Pillow.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import io
 import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -47,8 +48,8 @@ SHOTS = (
     Shot("points", "head?site=1&head=3&form=points&position=4", ready=".query-point"),
     Shot("prune", "prune?site=6&head=1", ready=".switch"),
     Shot("steps", "steps?site=3&head=4&position=9&key=2", ready=".step"),
-    Shot("cost", "cost", ready="table"),
-    Shot("open", "open", ready="table"),
+    Shot("cost", "cost", ("Compute the cost",), ready="main table"),
+    Shot("open", "open", ready="main table"),
     Shot("export", "head?site=6&head=1", key="e", ready=".figure-preview img"),
 )
 
@@ -76,6 +77,7 @@ def take_pictures(folder: Path) -> Iterator[Path]:
     """Write every picture and yield its path."""
     from playwright.sync_api import sync_playwright
 
+    check_fonts()
     path = shutil.which(CHROMIUM)
     if path is None:
         raise SystemExit(f"there is no {CHROMIUM}; install it with: sudo apt-get install -y chromium")
@@ -92,6 +94,13 @@ def take_pictures(folder: Path) -> Iterator[Path]:
                 for shot in SHOTS:
                     yield take_picture(page, shot, folder / f"{shot.name}-{theme}.webp")
         browser.close()
+
+
+def check_fonts() -> None:
+    """Stop where no font has the Chinese tokens of the sample, which would be shown as boxes."""
+    fonts = subprocess.run(["fc-list", ":lang=zh"], capture_output=True, text=True, check=True).stdout
+    if not fonts.strip():
+        raise SystemExit("no font has Chinese signs; install one with: sudo apt-get install -y fonts-noto-cjk")
 
 
 def take_picture(page: Any, shot: Shot, path: Path) -> Path:

@@ -87,6 +87,11 @@ def test_pictures_hold_the_largest_weights_and_changes_of_their_cells() -> None:
     assert exact_pair(comparison, site, head, (20, 7)).tolist() == [one[20, 7], other[20, 7]]
     whole = pool_difference(comparison, site, head, 512)
     assert whole.change.shape == (23, 23)
+    changes = np.sort(np.abs(other - one)[one != other])[::-1]
+    assert len(tile.places) == len(changes) > 200
+    for (query, key), pair, change in zip(tile.places, tile.weights, changes, strict=True):
+        assert pair.tolist() == pytest.approx([one[query, key], other[query, key]], abs=1e-6)
+        assert abs(pair[1] - pair[0]) == pytest.approx(change, abs=1e-7)
 
 
 def test_a_pruned_model_is_compared_head_by_head(tmp_path: Path) -> None:

@@ -65,6 +65,29 @@ def test_what_changes_behind_an_ablated_head_is_shown_with_exact_numbers(page: A
         assert page.get_by_role("gridcell", name=re.compile("^E0 H0.* 0.00$")).count() == 1  # nothing before it changes
 
 
+def test_the_pictures_have_a_table_with_the_exact_weights(page: Any):
+    model = sample_model()
+    with served(model) as url:
+        open_diff(page, url, "ablated")
+        page.keyboard.press("k")
+        compare(page)
+        page.get_by_role("gridcell", name=re.compile("^E1 H4")).click()
+        page.get_by_role("heading", name="Head E1 H4").wait_for()
+        page.get_by_role("button", name="Table").click()
+        table = page.get_by_role("table", name="Pairs of tokens whose weights differ most")
+        table.wait_for()
+        assert page.locator("main canvas[role=img]").count() == 0
+        one, other = model.get_comparison().weights("encoder.1.attention", 4)
+        query, key = np.unravel_index(np.abs(other - one).argmax(), one.shape)
+        cells = table.get_by_role("row").nth(1).get_by_role("cell").all_inner_texts()
+        assert [cells[0].split()[0], cells[1].split()[0]] == [str(query), str(key)]
+        shown = [float(text.replace("−", "-")) for text in cells[2:]]
+        expected = [one[query, key], other[query, key], other[query, key] - one[query, key]]
+        np.testing.assert_allclose(shown, expected, atol=6e-3)
+        table.get_by_role("button", name="difference").click()
+        wait_until(page, "document.querySelectorAll('th[aria-sort=descending]').length === 2")  # and the list of heads
+
+
 def test_another_text_is_aligned_and_the_map_shows_the_divergence(page: Any):
     with served(sample_model()) as url:
         open_diff(page, url, "text")

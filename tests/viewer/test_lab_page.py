@@ -79,7 +79,7 @@ def test_a_recipe_is_written_and_loaded(page: Any, tmp_path: Path):
         ]
         assert recipe["tokens"] == {"text": [2]}
         page.get_by_role("button", name="Restore all").click()
-        page.locator("input[type=file]").set_input_files(tmp_path / "recipe.json")
+        page.get_by_label("Load a recipe").set_input_files(tmp_path / "recipe.json")
         wait_until(page, "document.querySelectorAll('.switch[aria-checked=false]').length === 2")
         page.get_by_role("button", name="Compute the effect").click()
         page.get_by_test_id("effect").wait_for(timeout=60_000)
@@ -87,7 +87,7 @@ def test_a_recipe_is_written_and_loaded(page: Any, tmp_path: Path):
         assert "hw.head_outputs(net, other" in (page.get_by_test_id("recipe-python").text_content() or "")
         recipe["heads"][0]["head"] = 99
         (tmp_path / "wrong.json").write_text(json.dumps(recipe))
-        page.locator("input[type=file]").set_input_files(tmp_path / "wrong.json")
+        page.get_by_label("Load a recipe").set_input_files(tmp_path / "wrong.json")
         assert "no head 99 of encoder.0.attention" in page.get_by_role("alert").inner_text()
         assert len(heads_off(page)) == 2
 

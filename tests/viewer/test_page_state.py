@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from headwise.traces import map_queries_and_keys
+from headwise.viewer import bundled_sample
 from support.page_browser import sample_model, served, wait_until
 
 # An address with every field that a screen writes, and the values that it must show.
@@ -166,6 +168,61 @@ def test_charts_have_sortable_tables(page: Any, screen: str, captions: list[str]
             page.keyboard.press("Enter")
             wait_until(page, f"[...document.querySelectorAll('th[aria-sort=descending]')].length >= {1}")
             assert header.get_attribute("aria-sort") == "descending"
+
+
+# Charts of the main panel: pictures with a name of their own, without the letters that stand for classes.
+CHARTS = "[...document.querySelectorAll('main [role=img]:not(.badge)')].map((one) => one.ariaLabel)"
+TABLED = [  # addresses, and the table that takes the place of a chart there
+    ("#/map", "54 heads"),
+    ("#/head", "Strongest pairs"),
+    ("#/head?form=lines", "Strongest pairs"),
+    ("#/head?form=points", "Queries and keys as points"),
+    ("#/head?form=channels&position=3", "Largest products of each key"),
+    ("#/text?position=3", "Strongest pairs"),
+    ("#/classify", "Class"),
+    ("#/steps?position=3&step=2", ""),
+]
+
+
+def test_every_chart_has_a_table_in_its_place(page: Any):
+    """T shows tables only: on no screen is a chart left, and each shows the rows that are named for it."""
+    opened = sample_model()
+    opened.texts = tuple(bundled_sample.TEXTS[:3])
+    with served(opened) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        for address, caption in TABLED:
+            open_address(page, f"{address}{'&' if '?' in address else '?'}table=1")
+            page.get_by_role("table").first.wait_for()
+            captions = page.locator("main table caption").all_text_contents()
+            assert any(caption in text for text in captions), (address, captions)
+            assert page.evaluate(CHARTS) == [], address
+        open_address(page, "#/similarity?table=1")
+        page.get_by_role("table", name="Distances of all pairs").wait_for(timeout=90_000)
+        page.get_by_role("table", name="Tree of clusters").wait_for()
+        assert page.evaluate(CHARTS) == []
+        open_address(page, "#/lab?table=1&off=2.1&curve=once&range=one")
+        page.get_by_role("button", name="Compute the effect").click()
+        page.get_by_role("table", name="KL by position").wait_for(timeout=60_000)
+        page.get_by_role("button", name="Estimate the time").click()
+        page.get_by_role("button", name="Start").click(timeout=60_000)
+        page.get_by_test_id("curve").get_by_role("table").wait_for(timeout=60_000)
+        assert page.evaluate(CHARTS) == []
+
+
+def test_places_of_points_are_in_a_table(page: Any):
+    opened = sample_model()
+    places = map_queries_and_keys(opened.get_trace(), *opened.heads[0])
+    with served(opened) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        open_address(page, "#/head?form=points&table=1")
+        rows = page.get_by_role("table", name="Queries and keys as points").get_by_role("row")
+        rows.nth(1).wait_for()
+        count = len(places.queries)
+        for number, place in ((1, places.queries[0]), (count + 3, places.keys[2])):
+            shown = [float(text) for text in rows.nth(number).get_by_role("cell").all_inner_texts()[2:]]
+            assert shown == pytest.approx(place.tolist(), abs=0.06)
 
 
 def test_the_table_of_the_head_screen_holds_its_bars(page: Any):

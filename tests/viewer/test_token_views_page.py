@@ -151,3 +151,8 @@ def test_weights_are_drawn_over_the_patches_of_the_image(page: Any):
         page.locator(".patches").click(position={"x": 5, "y": 5})
         wait_until(page, "location.hash.includes('position=1')")
         page.get_by_role("heading", name="query 1").wait_for()
+        page.keyboard.press("t")
+        table = page.get_by_role("table", name="Patches")
+        table.wait_for()
+        assert table.get_by_role("row").count() == 1 + 16
+        assert table.get_by_role("row").nth(1).get_by_role("cell").all_inner_texts() == ["1", "1", "1.000"]

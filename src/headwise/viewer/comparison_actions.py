@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 KINDS = ("text", "ablated", "other")
+LISTED_PAIRS = 500  # those that differ most
 SIGNED_ZERO, SIGNED_ONE = 128, 127  # 8-bit code of a difference of 0, and codes for a difference of 1
 
 
@@ -30,7 +31,8 @@ class DifferenceTile(NamedTuple):
     """The weights of one head in both traces over the aligned tokens, and second minus first, pooled to some cells.
 
     `first` and `second` are 8-bit weights, the largest of each cell. `change` is the difference of largest size in each
-    cell, 128 for none. Cells begin at the aligned pairs with the numbers `queries` and `keys`.
+    cell, 128 for none. Cells begin at the aligned pairs with the numbers `queries` and `keys`. `places` [pairs, 2] are
+    the query and the key of the pairs that differ most, and `weights` [pairs, 2] their exact weights in both traces.
     """
 
     first: Array
@@ -38,6 +40,8 @@ class DifferenceTile(NamedTuple):
     change: Array
     queries: Array
     keys: Array
+    places: Array
+    weights: Array
 
 
 def compare_attention(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> bytes:
@@ -158,15 +162,27 @@ def pool_difference(comparison: TraceComparison, site: str, head: int, cells: in
     sides = [len(pairs.first) for pairs in comparison.aligned_tokens(layer)]
     queries, keys = (make_edges(0, count, min(cells, MAX_TILE_CELLS)) for count in sides)
     pooled = np.zeros((3, len(queries) - 1, len(keys) - 1), np.float32)
+    pairs = np.zeros((0, 4))
     for row, (start, stop) in enumerate(pairwise(queries)):
         one, other = comparison.weights(site, head, slice(int(start), int(stop)))
-        change = other - one
+        change, pairs = other - one, _keep_most_different(pairs, int(start), one, other)
         most, least = _pool_keys(change, keys, np.maximum), _pool_keys(change, keys, np.minimum)
         pooled[0, row], pooled[1, row] = (_pool_keys(weights, keys, np.maximum) for weights in (one, other))
         pooled[2, row] = np.where(most >= -least, most, least)
     first, second = (np.ceil(weights * 255 - 1e-4).clip(0, 255).astype(np.uint8) for weights in pooled[:2])
     change = (np.round(pooled[2] * SIGNED_ONE) + SIGNED_ZERO).clip(1, 255).astype(np.uint8)
-    return DifferenceTile(first, second, change, queries[:-1].astype(np.int32), keys[:-1].astype(np.int32))
+    starts = queries[:-1].astype(np.int32), keys[:-1].astype(np.int32)
+    return DifferenceTile(
+        first, second, change, *starts, pairs[:, :2].astype(np.int32), pairs[:, 2:].astype(np.float32)
+    )
+
+
+def _keep_most_different(pairs: Array, start: int, one: Array, other: Array) -> Array:
+    """The pairs [query, key, weight in one, weight in other] that differ most, those of more queries included."""
+    queries, keys = np.nonzero(one != other)
+    found = np.column_stack([start + queries, keys, one[queries, keys], other[queries, keys]])
+    pairs = np.concatenate([pairs, found])
+    return pairs[np.argsort(-np.abs(pairs[:, 3] - pairs[:, 2]), kind="stable")[:LISTED_PAIRS]]
 
 
 def _pool_keys(weights: Array, edges: Sequence[int] | Array, pool: np.ufunc) -> Array:

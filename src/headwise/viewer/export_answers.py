@@ -18,6 +18,7 @@ from .analysis_answers import encode_image
 from .binary_answers import encode_measures, encode_thumbnails, encode_tile
 from .html_export import encode_answers, load_assets
 from .open_model import OpenModel, TileRange
+from .sentences import iter_sentences, translate_all
 
 TILE_SIDE = 256
 EXACT_BYTES = 8_000_000
@@ -40,8 +41,22 @@ def collect_answers(model: OpenModel) -> dict[str, Any]:
         answers[f"/api/image?stream={stream}"] = encode_image(model, stream)
     if model.table is not None:
         answers["/api/export?kind=measures"] = {"text": model.table.to_csv()}
+    answers["/api/translations"] = translate_all(_list_sentences(model))
     exact = dict(_iter_weights(trace)) if count_bytes(trace) <= EXACT_BYTES else {}
     return {"version": 1, "answers": encode_answers(answers), "weights": exact}
+
+
+def _list_sentences(model: OpenModel) -> list[str]:
+    """The sentences that the page of an export shows: those of the document, the measures and the classes."""
+    layers = model.get_trace().layers
+    names = {
+        name for one in layers for name in (one.stack, f"{one.stack} {one.kind}", one.query_stream, one.key_stream)
+    }
+    sentences = [*iter_sentences(model.describe()), *sorted(names)]
+    if model.table is not None:
+        evidence = [one.evidence for head in model.table.heads for one in head.classes]
+        sentences += [model.table.texts, *model.table.notes, *evidence]
+    return sentences
 
 
 def estimate_html_bytes(model: OpenModel) -> int:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..inspect.model_inputs import ModelInputs
 
 NEW_TOKENS = 24  # of the texts that are compared
-CONTINUED_MODES = ("zero", "mean", "noise")  # replacements that need no other tokens
+LASTING_MODES = ("zero", "mean", "noise")  # replacements that need no other tokens
 
 
 # --- The second way: a model without the weights of these heads ------------------------------------------
@@ -81,7 +81,7 @@ def continue_both(
 
     Greedy decoding. Returns the tokens `before` and `after`, or the reason why there are none.
     """
-    if options.tokens or any(head.mode not in CONTINUED_MODES for head in heads):
+    if options.tokens or any(head.mode not in LASTING_MODES for head in heads):
         return _unchecked("a text is continued with heads that are ablated at all tokens by zero, mean or noise")
     try:
         inputs, first = _prompt(model, runs)

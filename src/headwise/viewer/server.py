@@ -43,9 +43,11 @@ from .http_security import (
     machine_names,
 )
 from .lab_actions import compute_effect, continue_text, plan_curves, remove_greedily, sweep_heads
+from .lab_evaluation import evaluate_texts
 from .model_actions import JOB_KINDS, TextTooLong, check_text_length
 from .model_worker import END_STATES, Job, ModelWorker, QueueFull, describe_error, is_out_of_memory
 from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
+from .sentences import MAX_SENTENCES, translate_all
 from .similarity_actions import compute_similarity
 from .step_answers import encode_steps, find_steps
 from .surgery_actions import convert_heads, describe_surgery, plan_conversion, plan_pruning, prune_heads
@@ -66,6 +68,7 @@ BINARY = "application/octet-stream"
 ALL_JOBS = {
     **JOB_KINDS,
     "ablate": compute_effect,
+    "evaluate": evaluate_texts,
     "sweep": sweep_heads,
     "lab-plan": plan_curves,
     "greedy": remove_greedily,
@@ -124,6 +127,7 @@ class ViewServer:
             Route("/api/difference/pair", self._answer(self._difference_pair)),
             Route("/api/export", self._answer(self._export)),
             Route("/api/export/sizes", self._answer(self._export_sizes)),
+            Route("/api/translations", self._translations, methods=["POST"]),
             Route("/api/jobs", self._submit, methods=["POST"]),
             Route("/api/jobs/{job}", self._cancel, methods=["DELETE"]),
             Route("/api/jobs/{job}/events", self._events),
@@ -292,6 +296,18 @@ class ViewServer:
         site = view.site_name(query.integer("site", 0, 10**6))
         heads = view.get_trace().get_layer(site).heads
         return site, query.integer("head", 0, heads - 1)
+
+    async def _translations(self, request: Request) -> Response:
+        """The sentences of a request in another language; those that the catalogue does not have are left out."""
+        try:
+            sentences = parse_body(await _read_body(request)).get("sentences")
+            if not isinstance(sentences, list) or any(not isinstance(sentence, str) for sentence in sentences):
+                raise ValueError("sentences must be a list of texts; give one text for each sentence")
+            if len(sentences) > MAX_SENTENCES:
+                raise ValueError(f"there are {len(sentences)} sentences; give at most {MAX_SENTENCES}")
+        except ValueError as error:
+            return error_response(400, error)
+        return json_response(await anyio.to_thread.run_sync(translate_all, sentences))
 
     # --- jobs ------------------------------------------------------------------------------------------
 

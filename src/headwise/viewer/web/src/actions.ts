@@ -4,7 +4,7 @@ import { batch, computed, signal, type Signal } from "@preact/signals";
 import { doc, firstHeads, generation, headCount, headName, isAblated, lens, loadDocument, matrixView, measures, pinned, runJob, selectedHead, selectedSite, selectedToken, sites, type MeasureTable } from "./state";
 import { announcement } from "./state";
 import type { AblatedHead, Grouping } from "./source";
-import { t } from "./i18n";
+import { say, t } from "./i18n";
 
 export async function measureHeads(): Promise<void> {
   if (await runJob("measure")) await loadDocument();
@@ -96,7 +96,7 @@ export const canRedo = computed(() => redoStack.value.length > 0);
 export function toggleAblated(siteNumber = selectedSite.value, head = selectedHead.value, mode = "zero", scale = 0): void {
   const current = doc.value;
   if (!current || ablateReason(siteNumber)) {
-    announcement.value = ablateReason(siteNumber);
+    announcement.value = say(ablateReason(siteNumber));
     return;
   }
   const off = isAblated(siteNumber, head);

@@ -3,6 +3,7 @@
 import { batch, computed, signal } from "@preact/signals";
 import { setAblated } from "./actions";
 import { t } from "./i18n";
+import type { Quality } from "./screens/prune_result";
 import type { AblatedHead } from "./source";
 import { doc, jobError, runJob, sites, source } from "./state";
 import { between, keepInUrl, oneOf, readRanges, toList, toText, urlSignal, writeRanges } from "./url_state";
@@ -64,6 +65,13 @@ export type Check = { possible: false; reason: string } | { possible: true; apar
 /** The answer of the job continue: the new tokens with all heads, and without the chosen ones. Mirrors `continue_both`. */
 export type Continued = { request: string } & ({ possible: false; reason: string } | { possible: true; before: string[]; after: string[] });
 
+/** The answer of the job evaluate: loss and accuracy over several texts. Mirrors `evaluate_texts`. */
+export interface Evaluation extends Quality {
+  request: string;
+  objective: string;
+  notes: string[];
+}
+
 /** The answer of the job sweep: site, head, change, and change of the loss of every head alone. */
 export interface Sweep {
   text: string;
@@ -76,7 +84,6 @@ export const sweep = signal<Sweep | null>(null);
 export const continued = signal<Continued | null>(null);
 
 export const effect = signal<Effect | null>(null);
-
 /** The arguments of the job for what is chosen now. */
 export function labRequest(): Record<string, unknown> {
   const heads = (doc.value?.ablated ?? []).map((item) => [item.site, item.head, item.mode, item.scale]);
@@ -87,6 +94,19 @@ export function labRequest(): Record<string, unknown> {
 export const textKey = computed(() => Object.values(doc.value?.streams ?? {}).map(([row]) => row?.ids.join(" ")).join("|"));
 /** Everything that the effect follows from. */
 export const requestKey = computed(() => JSON.stringify([labRequest(), textKey.value]));
+
+export const evaluation = signal<Evaluation | null>(null);
+/** The texts of the evaluation set, one a line; those that the model was opened with until they are edited. */
+export const evaluationText = signal<string | null>(null);
+export const evaluationLines = computed(() => (evaluationText.value ?? doc.value?.texts.join("\n") ?? "").split("\n").filter((line) => line.trim()));
+export const evaluationKey = computed(() => JSON.stringify([requestKey.value, evaluationLines.value]));
+
+/** Compute the loss over the evaluation set, with all heads and without the chosen ones. */
+export async function evaluate(): Promise<void> {
+  const request = evaluationKey.value;
+  const result = await runJob("evaluate", { ...labRequest(), texts: evaluationLines.value });
+  if (result) evaluation.value = { ...result, request };
+}
 
 /** The chosen positions that the open text has. */
 export function openTokens(): Record<string, number[]> {

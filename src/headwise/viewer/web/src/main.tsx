@@ -13,18 +13,20 @@ import { t, type TextKey } from "./i18n";
 import { addedTokens, announcement, doc, excludedTokens, isLoaded, loadDocument, loadError, lockedCell, measures, moveHead, overlay, screen, selectedToken, showsTable, source, startHash, type ScreenId } from "./state";
 import { MapScreen } from "./screens/map";
 
-/** Screens that are loaded when they are opened first. */
+/** Screens that are loaded when one of their group is opened first. */
+const views = () => import("./screens/views");
+const changes = () => import("./screens/changes");
 const LAZY: Partial<Record<ScreenId, () => Promise<ComponentType>>> = {
-  open: async () => (await import("./screens/open")).OpenScreen,
-  head: async () => (await import("./screens/head")).HeadScreen,
-  text: async () => (await import("./screens/text")).TextScreen,
-  classify: async () => (await import("./screens/classify")).ClassifyScreen,
-  lab: async () => (await import("./screens/lab")).LabScreen,
-  prune: async () => (await import("./screens/prune")).PruneScreen,
-  diff: async () => (await import("./screens/diff")).DiffScreen,
-  cost: async () => (await import("./screens/cost")).CostScreen,
-  steps: async () => (await import("./screens/steps")).StepsScreen,
-  similarity: async () => (await import("./screens/similarity")).SimilarityScreen,
+  open: async () => (await changes()).OpenScreen,
+  head: async () => (await views()).HeadScreen,
+  text: async () => (await views()).TextScreen,
+  classify: async () => (await views()).ClassifyScreen,
+  lab: async () => (await changes()).LabScreen,
+  prune: async () => (await changes()).PruneScreen,
+  diff: async () => (await changes()).DiffScreen,
+  cost: async () => (await changes()).CostScreen,
+  steps: async () => (await views()).StepsScreen,
+  similarity: async () => (await views()).SimilarityScreen,
 };
 const loaded = signal<Partial<Record<ScreenId, ComponentType>>>({ map: MapScreen });
 const AVAILABLE: ScreenId[] = ["open", "map", "head", "text", "classify", "similarity", "lab", "prune", "steps", "diff", "cost"];

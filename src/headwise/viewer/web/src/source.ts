@@ -129,6 +129,8 @@ export interface DataSource {
   /** The files of all kinds, for the same query as `fetchFile`. */
   describeFiles(query: string): Promise<Record<string, FileInfo>>;
   fetchFile(kind: string, query: string): Promise<SavedFile>;
+  /** The translations of sentences of the server, by sentence; those that have none are left out. */
+  translate(sentences: string[]): Promise<Record<string, string>>;
   /** Run a job to its end and return its result; rejects if it fails or is cancelled. */
   runJob(body: Record<string, unknown>, onEvent: (event: JobEvent) => void, signal?: AbortSignal): Promise<any>;
 }
@@ -171,16 +173,13 @@ export class LiveSource implements DataSource {
       });
     } catch (error) {
       if (error instanceof DOMException && error.name === "AbortError") throw error;
-      throw new RequestError(0, { fact: "The server does not answer.", remedy: "Start `headwise view` again." });
+      throw new RequestError(0, { fact: "error.noServer", remedy: "error.noServerRemedy" });
     }
     if (!response.ok) {
-      const known: Record<number, PageError> = {
-        401: { fact: "This address is not of this session.", remedy: "Open the address that the terminal printed." },
-      };
       const body = await response.json().catch(() => null);
       throw new RequestError(
         response.status,
-        body?.error ?? known[response.status] ?? { fact: `The server answered ${response.status}.`, remedy: "" },
+        body?.error ?? (response.status === 401 ? { fact: "error.session", remedy: "error.sessionRemedy" } : { fact: `HTTP ${response.status}`, remedy: "" }),
       );
     }
     return response;
@@ -204,14 +203,16 @@ export class LiveSource implements DataSource {
     return { name, blob: await answer.blob() };
   }
 
+  async translate(sentences: string[]): Promise<Record<string, string>> {
+    return (await this.post("translations", { sentences })).json();
+  }
+
+  private post(path: string, body: unknown): Promise<Response> {
+    return this.request(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+  }
+
   async runJob(body: Record<string, unknown>, onEvent: (event: JobEvent) => void, signal?: AbortSignal): Promise<any> {
-    const { job } = await (
-      await this.request("jobs", {
-        method: "POST",
-        headers: { "Content-Type": "application/json" },
-        body: JSON.stringify(body),
-      })
-    ).json();
+    const { job } = await (await this.post("jobs", body)).json();
     signal?.addEventListener("abort", () => void this.request(`jobs/${job}`, { method: "DELETE" }).catch(() => null));
     const response = await this.request(`jobs/${job}/events`);
     let last: JobEvent = { state: "queued" };
@@ -219,8 +220,8 @@ export class LiveSource implements DataSource {
       last = event;
       onEvent(event);
     }
-    if (last.state === "failed") throw new RequestError(500, last.error ?? { fact: "The job failed.", remedy: "" });
-    if (last.state !== "done") throw new RequestError(499, { fact: last.note || "The job was cancelled.", remedy: "" });
+    if (last.state === "failed") throw new RequestError(500, last.error ?? { fact: "error.jobFailed", remedy: "" });
+    if (last.state !== "done") throw new RequestError(499, { fact: last.note || "error.jobCancelled", remedy: "" });
     const answer = await this.request(`jobs/${job}/result`);
     const isJson = answer.headers.get("Content-Type")?.startsWith("application/json");
     if (isJson) return answer.json();
@@ -334,7 +335,7 @@ export class ExportSource implements DataSource {
         const { name, blob } = await this.fetchFile(kind, query);
         files[kind] = { name, bytes: blob.size, reason: "" };
       } catch (error) {
-        files[kind] = { name: "", bytes: 0, reason: error instanceof RequestError ? `${error.detail.fact} ${error.detail.remedy}` : String(error) };
+        files[kind] = { name: "", bytes: 0, reason: error instanceof RequestError ? error.detail.fact : String(error) };
       }
     }
     return files;
@@ -357,14 +358,18 @@ export class ExportSource implements DataSource {
     return { name: `${document.fileStem}-${document.sites[site]!.name.replace(/[^\w.]+/g, "-")}-${head}.${kind}`, blob: new Blob([text]) };
   }
 
+  async translate(): Promise<Record<string, string>> {
+    return (this.data.answers["/api/translations"] ?? {}) as Record<string, string>;
+  }
+
   async runJob(): Promise<any> {
     throw this.missing();
   }
 
   private missing(): RequestError {
     return new RequestError(404, {
-      fact: "This file does not hold these numbers.",
-      remedy: "Open the model with `headwise view` to compute them.",
+      fact: "error.notInFile",
+      remedy: "error.notInFileRemedy",
     });
   }
 }

@@ -5,7 +5,7 @@ import type { ComponentChildren, JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 import { drawHeatmap, type HeatmapImage } from "../canvas/heatmap";
 import { themeVersion } from "../canvas/colors";
-import { t } from "../i18n";
+import { say, t } from "../i18n";
 import { showsTable, type Scale } from "../state";
 
 export function Icon({ path, size = 16 }: { path: string; size?: number }): JSX.Element {
@@ -123,8 +123,8 @@ export function TableButton(): JSX.Element {
 export function ErrorNote({ fact, remedy, onRetry }: { fact: string; remedy: string; onRetry?: () => void }): JSX.Element {
   return (
     <div class="note bad" role="alert">
-      <p class="b">{fact}</p>
-      {remedy && <p>{remedy}</p>}
+      <p class="b">{say(fact)}</p>
+      {remedy && <p>{say(remedy)}</p>}
       {onRetry && (
         <button class="btn" type="button" onClick={onRetry}>
           {t("state.retry")}

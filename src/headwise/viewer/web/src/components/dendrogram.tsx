@@ -49,7 +49,7 @@ export function makeTree(count: number, merges: Float32Array): { order: number[]
   return { order, branches };
 }
 
-export function Dendrogram(props: { heads: [number, number][]; merges: Float32Array; threshold: number; name: (head: number) => string; onCut: (threshold: number) => void }): JSX.Element {
+export function Dendrogram(props: { heads: [number, number][]; merges: Float32Array; threshold: number; unit: string; name: (head: number) => string; onCut: (threshold: number) => void }): JSX.Element {
   const { heads, merges, threshold, name } = props;
   const plot = useRef<SVGSVGElement>(null);
   const { order, branches } = useMemo(() => makeTree(heads.length, merges), [heads, merges]);
@@ -68,7 +68,7 @@ export function Dendrogram(props: { heads: [number, number][]; merges: Float32Ar
       class="plot dendrogram"
       viewBox={`0 0 ${WIDTH} ${HEIGHT}`}
       role="img"
-      aria-label={t("tree.label", { heads: heads.length, most: format(most) })}
+      aria-label={t("tree.label", { heads: heads.length, most: format(most), unit: props.unit })}
       onPointerDown={(event) => {
         if ((event.target as Element).closest(".leaf")) return;
         plot.current?.setPointerCapture(event.pointerId);

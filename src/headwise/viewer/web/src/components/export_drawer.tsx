@@ -7,7 +7,7 @@ import { themeVersion } from "../canvas/colors";
 import { drawHead } from "../figures/head_figure";
 import { drawMap } from "../figures/map_figure";
 import { makePng, PNG_ZOOMS, svgBlob, type Figure } from "../figures/svg";
-import { t } from "../i18n";
+import { say, t } from "../i18n";
 import { reproduceHead, reproduceMap } from "../reproduction";
 import type { FileInfo, PageError, SavedFile } from "../source";
 import { announcement, doc, headName, overlay, screen, selectedHead, selectedSite, site, source, toPageError } from "../state";
@@ -138,7 +138,7 @@ function NumbersPart({ subject, error }: { subject: Signal<Subject>; error: Sign
         <p class="t3 sm">{source.isLive ? t("export.traceHint") : `${t("export.isFile")} ${t("export.fileCannot")}`}</p>
         {reasons.map((reason) => (
           <p key={reason} class="t2 sm">
-            {reason}
+            {say(reason)}
           </p>
         ))}
       </section>
@@ -174,7 +174,7 @@ function FileButton({ label, size, isEstimate, reason, save, error }: FileButton
     }
   };
   return (
-    <button class="btn" type="button" aria-disabled={!save} aria-busy={isBusy.value} title={reason} onClick={() => void run()}>
+    <button class="btn" type="button" aria-disabled={!save} aria-busy={isBusy.value} title={say(reason ?? "")} onClick={() => void run()}>
       {label} {size !== undefined && <span class="t3">{isEstimate ? t("export.about", { size: formatBytes(size) }) : formatBytes(size)}</span>}
     </button>
   );

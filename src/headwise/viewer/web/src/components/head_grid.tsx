@@ -7,7 +7,7 @@ import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { togglePin } from "../actions";
 import { themeVersion } from "../canvas/colors";
 import { drawBand, rowPitch, type BandContent, type Bracket, type CellContent, type CellSizes } from "../canvas/head_cells";
-import { classWord, format, measureName, t } from "../i18n";
+import { classWord, format, measureName, say, t } from "../i18n";
 import { cellMode, classesOf, doc, firstHeads, headName, isAblated, measureOf, measures, scale, screen, selectHead, selectedHead, selectedSite, sites, sortHeads, stacks, thumbnails } from "../state";
 import { keepInUrl, readRanges, toList, toText, urlSignal, writeRanges } from "../url_state";
 import { Meter } from "./basics";
@@ -98,13 +98,13 @@ export function HeadGrid({ stack }: { stack: string }): JSX.Element {
   const several = stacks.value.length > 1;
   return (
     <div class="stack-block">
-      {several && <h2>{stack.replace(/^(\S+) (self|attention)$/, "$1").replace(/ self$/, "")}</h2>}
+      {several && <h2>{say(stack.replace(/^(\S+) (self|attention)$/, "$1").replace(/ self$/, ""))}</h2>}
       <div class="grid-box">
         <div class="grid-scroll" ref={box} onPointerOver={(event) => (hovered.value = headUnder(event))} onPointerLeave={() => (hovered.value = null)}>
           <div
             class="grid"
             role="grid"
-            aria-label={`${t("map.grid")}: ${stack}`}
+            aria-label={`${t("map.grid")}: ${say(stack)}`}
             aria-rowcount={numbers.length}
             aria-colcount={columns}
             onClick={onClick}

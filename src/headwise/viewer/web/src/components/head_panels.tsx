@@ -3,7 +3,7 @@
 import { useSignal, type ReadonlySignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { thumbnailImage } from "../canvas/heatmap";
-import { format, t } from "../i18n";
+import { format, say, t } from "../i18n";
 import type { Site } from "../source";
 import { headIndex, lens, scale, showsTable, thumbnails } from "../state";
 import { Heatmap, Panel } from "./basics";
@@ -114,7 +114,7 @@ export function OffsetProfile({ item, data }: { item: Site; data: HeadData }): J
   const reason = data.marginalsError.value;
   return (
     <Panel title={t("head.offsets")}>
-      <div class="profile">{marginals ? showsTable.value ? <OffsetTable marginals={marginals} /> : <ProfileBars item={item} marginals={marginals} /> : <p class="t3">{reason ? `${reason.fact} ${reason.remedy}` : t("state.computing")}</p>}</div>
+      <div class="profile">{marginals ? showsTable.value ? <OffsetTable marginals={marginals} /> : <ProfileBars item={item} marginals={marginals} /> : <p class="t3">{reason ? `${say(reason.fact)} ${say(reason.remedy)}` : t("state.computing")}</p>}</div>
     </Panel>
   );
 }

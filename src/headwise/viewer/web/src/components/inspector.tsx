@@ -3,7 +3,7 @@
 import type { JSX } from "preact";
 import { ablateReason, toggleAblated, togglePin } from "../actions";
 import { thumbnailImage } from "../canvas/heatmap";
-import { classWord, format, measureMeaning, measureName, t } from "../i18n";
+import { classWord, format, measureMeaning, measureName, say, t } from "../i18n";
 import { classesOf, firstHeads, headIndex, headName, isAblated, measureOf, measures, moveHead, pinned, scale, screen, selectHead, selectedHead, selectedSite, site, thumbnails } from "../state";
 import { Heatmap, Icon } from "./basics";
 import { Badge } from "./class_badge";
@@ -17,7 +17,7 @@ export function Inspector(): JSX.Element {
   const name = headName(selectedSite.value, selectedHead.value);
   const classes = classesOf(index);
   const off = isAblated(selectedSite.value, selectedHead.value);
-  const reason = ablateReason();
+  const reason = say(ablateReason());
   const isPinned = pinned.value.includes(`${selectedSite.value}.${selectedHead.value}`);
   return (
     <aside class="side" aria-label={t("inspector.label")}>
@@ -43,7 +43,7 @@ export function Inspector(): JSX.Element {
             <span>
               <b class="b">{classWord(classes[0]?.name)}</b>
               <br />
-              <span class="t2 sm">{classes[0]?.isOwn ? t("classify.isOwn") : (classes[0]?.evidence ?? t("inspector.noClass"))}</span>
+              <span class="t2 sm">{classes[0]?.isOwn ? t("classify.isOwn") : (classes[0] ? say(classes[0].evidence) : t("inspector.noClass"))}</span>
             </span>
           </p>
         )}

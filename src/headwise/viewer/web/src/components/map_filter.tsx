@@ -4,7 +4,7 @@ import { computed } from "@preact/signals";
 import type { JSX } from "preact";
 import { measureName, t } from "../i18n";
 import { cellMode, classesOf, firstHeads, headCount, layerRange, measureOf, measures, sites, sortHeads, topCount } from "../state";
-import { Select } from "./basics";
+import { Select, TableButton } from "./basics";
 
 /** The measure that ranks heads: the one that the cells show, else the one that orders them; "" is the score of the class. */
 const rankedBy = computed(() => {
@@ -58,6 +58,12 @@ export function MapFilter(): JSX.Element {
         </>
       )}
       <FoldedNote />
+      {measures.value && (
+        <>
+          <span class="grow" />
+          <TableButton />
+        </>
+      )}
     </div>
   );
 }

@@ -4,7 +4,7 @@ import { useSignal } from "@preact/signals";
 import type { ComponentChildren, JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 import { measureHeads, runText } from "../actions";
-import { measureName, t, type TextKey } from "../i18n";
+import { measureName, say, t, type TextKey } from "../i18n";
 import { cellMode, doc, headName, language, measures, overlay, screen, selectHead, sites, theme, type ScreenId } from "../state";
 import { className, LETTERS } from "./class_badge";
 
@@ -166,7 +166,7 @@ export function TextDialog(): JSX.Element {
             {t("open.run")}
           </button>
         ) : (
-          <p class="t3">{capability?.reason ?? t("state.needsModel")}</p>
+          <p class="t3">{capability ? say(capability.reason) : t("state.needsModel")}</p>
         )}
       </form>
     </Dialog>

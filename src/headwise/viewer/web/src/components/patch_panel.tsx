@@ -6,8 +6,9 @@ import { useEffect, useRef } from "preact/hooks";
 import { cssRamp, rampPosition, themeVersion } from "../canvas/colors";
 import { format, t } from "../i18n";
 import type { Message, Site } from "../source";
-import { doc, scale, selectedToken, source } from "../state";
+import { doc, scale, selectedToken, showsTable, source } from "../state";
 import { Panel } from "./basics";
+import { DataTable } from "./data_table";
 import type { ExactRow } from "./head_data";
 
 interface Grid {
@@ -49,10 +50,28 @@ export function PatchPanel({ item, row: exactRow }: { item: Site; row: ReadonlyS
     <Panel title={t("head.patches")}>
       {!grid && <p class="t3">{t("head.noPatches", { keys: item.numKeys })}</p>}
       {grid && !row && <p class="t3">{t("head.choosePatch")}</p>}
-      {grid && (weights || image.value) && <Picture grid={grid} image={image.value} weights={weights} most={most} size={[height, width]} query={row ? row.query - grid.extra : -1} isSelf={item.queryStream === item.keyStream} />}
+      {grid && weights && showsTable.value && <PatchTable grid={grid} weights={weights} />}
+      {grid && (weights || image.value) && !(weights && showsTable.value) && <Picture grid={grid} image={image.value} weights={weights} most={most} size={[height, width]} query={row ? row.query - grid.extra : -1} isSelf={item.queryStream === item.keyStream} />}
       {grid && weights && <p class="t3 xs">{t("patches.scale", { rows: grid.rows, columns: grid.columns, most: format(most), extra: grid.extra })}</p>}
       <p class="t3 xs">{hasImage ? t("patches.image") : t("head.noImage")}</p>
     </Panel>
+  );
+}
+
+/** The weight on every patch, by its row and column. */
+function PatchTable({ grid, weights }: { grid: Grid; weights: Float32Array }): JSX.Element {
+  const rows = Array.from(weights, (weight, patch) => ({ row: Math.floor(patch / grid.columns), column: patch % grid.columns, weight }));
+  return (
+    <DataTable
+      caption={t("head.patches")}
+      rows={rows}
+      sort="weight"
+      columns={[
+        { key: "row", title: t("patches.row"), numeric: true, value: (one) => one.row },
+        { key: "column", title: t("patches.column"), numeric: true, value: (one) => one.column },
+        { key: "weight", title: t("weight"), numeric: true, value: (one) => one.weight, cell: (one) => one.weight.toPrecision(4) },
+      ]}
+    />
   );
 }
 

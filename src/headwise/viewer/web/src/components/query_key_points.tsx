@@ -4,7 +4,9 @@ import { useSignal, useSignalEffect } from "@preact/signals";
 import type { JSX } from "preact";
 import { format, t } from "../i18n";
 import type { Site } from "../source";
-import { doc, selectedHead, selectedSite, selectedToken, source } from "../state";
+import { doc, selectedHead, selectedSite, selectedToken, showsTable, source } from "../state";
+import type { Column } from "./basics";
+import { DataTable } from "./data_table";
 import { streamWords, visibleToken } from "./tokens";
 
 const SIDE = 640;
@@ -50,6 +52,7 @@ export function QueryKeyPoints({ item }: { item: Site }): JSX.Element {
   const shown = points.value;
   if (isMissing.value) return <p class="note">{t("points.none")}</p>;
   if (!shown) return <p class="t3">{t("state.loading")}</p>;
+  if (showsTable.value) return <PointTable points={shown} item={item} />;
   const place = makePlace(shown);
   const [queryWords, keyWords] = [streamWords(item.queryStream), streamWords(item.keyStream)];
   const isLabelled = queryWords.length + keyWords.length <= LABELLED;
@@ -99,6 +102,22 @@ export function QueryKeyPoints({ item }: { item: Site }): JSX.Element {
         {strongest.map(({ key, weight }) => `${visibleToken(keyWords[key] ?? "")} ${format(weight)}`).join(" · ")}
       </p>
     </div>
+  );
+}
+
+/** The places of the points. */
+function PointTable({ points, item }: { points: Points; item: Site }): JSX.Element {
+  const list = (kind: "query" | "key", stream: string, values: Float32Array) =>
+    streamWords(stream).map((word, index) => ({ kind: t(`points.${kind}`), word: `${index} ${visibleToken(word)}`, x: values[index * 2]!, y: values[index * 2 + 1]! }));
+  const rows = [...list("query", item.queryStream, points.queries), ...list("key", item.keyStream, points.keys)];
+  type Row = (typeof rows)[number];
+  const column = (key: "x" | "y"): Column<Row> => ({ key, title: key, numeric: true, value: (row) => row[key], cell: (row) => format(row[key]) });
+  return (
+    <DataTable
+      caption={t("points.label")}
+      rows={rows}
+      columns={[{ key: "kind", title: t("points.kind"), value: (row) => row.kind }, { key: "word", title: t("lab.token"), value: (row) => row.word }, column("x"), column("y")]}
+    />
   );
 }
 

@@ -2,7 +2,7 @@
 
 import type { ComponentChildren, JSX } from "preact";
 import { measureHeads } from "../actions";
-import { t, type TextKey } from "../i18n";
+import { say, t, type TextKey } from "../i18n";
 import { doc, headCount, job, jobError, language, overlay, screen, sites, source, theme, type ScreenId } from "../state";
 import { ErrorNote, Icon } from "./basics";
 import { Inspector } from "./inspector";
@@ -121,6 +121,7 @@ const JOB_TEXTS: Record<string, TextKey> = {
   evidence: "job.evidence",
   syntax: "job.syntax",
   ablate: "job.ablate",
+  evaluate: "job.evaluate",
   sweep: "job.sweep",
   greedy: "job.greedy",
   generate: "job.generate",
@@ -146,7 +147,7 @@ function JobNotes(): JSX.Element {
         <div class="note">
           <span class="b">{t(JOB_TEXTS[running.kind] ?? "job.other")}</span>
           <progress max={total || undefined} value={total ? done : undefined} aria-label={t(JOB_TEXTS[running.kind] ?? "job.other")} />
-          <span class="t2 clip">{running.event.state === "queued" ? t("job.queued") : total ? `${done} / ${total} ${note}` : note}</span>
+          <span class="t2 clip">{running.event.state === "queued" ? t("job.queued") : total ? `${done} / ${total} ${say(note)}` : say(note)}</span>
           <span class="grow" />
           <button class="btn" type="button" onClick={() => running.abort.abort()}>
             {t("job.cancel")}

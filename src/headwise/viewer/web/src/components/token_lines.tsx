@@ -1,10 +1,11 @@
 // Short texts as tokens joined by lines or arcs, and the strongest pairs as a table.
 
 import type { JSX } from "preact";
+import { useMemo } from "preact/hooks";
 import { cssRamp, rampPosition, themeVersion } from "../canvas/colors";
 import { format, t } from "../i18n";
 import type { Site } from "../source";
-import { leastShare, scale, selectedToken } from "../state";
+import { language, leastShare, scale, selectedToken } from "../state";
 import { DataTable } from "./data_table";
 import { cellSpan, type TileState } from "./head_data";
 import { streamWords, visibleToken } from "./tokens";
@@ -35,20 +36,32 @@ export function tilePairs(tile: TileState, least: number): Pair[] {
   return pairs;
 }
 
+/** The smallest 8-bit weight that at most `count` cells exceed, at least 1 % of the largest. */
+function weightOfRank({ weights }: TileState, count: number): number {
+  const cells = new Uint32Array(256);
+  for (const weight of weights) cells[weight]!++;
+  let step = 255;
+  for (let found = cells[step]!; step > 3 && found < count; found += cells[step]!) step--;
+  return step;
+}
+
+/** The cells with the largest weights. A tile has many, and the pointer moves often: the table is made once for a tile. */
 export function StrongestPairs({ item, tile }: { item: Site; tile: TileState | null }): JSX.Element {
-  const words = { query: streamWords(item.queryStream), key: streamWords(item.keyStream) };
-  const pairs = tile ? tilePairs(tile, 0.01 * tile.scale).sort((a, b) => b.weight - a.weight).slice(0, LISTED_PAIRS) : [];
-  return (
-    <DataTable
-      caption={t("head.strongest")}
-      rows={pairs}
-      columns={[
-        { key: "query", title: t("query"), value: (pair) => `${pair.query} ${visibleToken(words.query[pair.query] ?? "")}` },
-        { key: "key", title: t("key"), value: (pair) => `${pair.key} ${visibleToken(words.key[pair.key] ?? "")}` },
-        { key: "weight", title: t("weight"), numeric: true, value: (pair) => pair.weight, cell: (pair) => format(pair.weight) },
-      ]}
-    />
-  );
+  return useMemo(() => {
+    const word = (stream: string, place: number) => `${place} ${visibleToken(streamWords(stream)[place] ?? "")}`;
+    const pairs = tile ? tilePairs(tile, (weightOfRank(tile, LISTED_PAIRS) / 255) * tile.scale).sort((a, b) => b.weight - a.weight) : [];
+    return (
+      <DataTable
+        caption={t("head.strongest")}
+        rows={pairs.slice(0, LISTED_PAIRS)}
+        columns={[
+          { key: "query", title: t("query"), value: (pair) => word(item.queryStream, pair.query) },
+          { key: "key", title: t("key"), value: (pair) => word(item.keyStream, pair.key) },
+          { key: "weight", title: t("weight"), numeric: true, value: (pair) => pair.weight, cell: (pair) => format(pair.weight) },
+        ]}
+      />
+    );
+  }, [item, tile, language.value]);
 }
 
 export function linePath({ query, key }: Pair): string {

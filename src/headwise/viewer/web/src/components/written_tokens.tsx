@@ -2,7 +2,7 @@
 
 import { useSignal, useSignalEffect } from "@preact/signals";
 import type { JSX } from "preact";
-import { format, t } from "../i18n";
+import { format, say, t } from "../i18n";
 import type { PageError, Site } from "../source";
 import { doc, selectedHead, selectedSite, selectedToken, showsWritten, source, toPageError } from "../state";
 import { Panel } from "./basics";
@@ -47,7 +47,7 @@ export function WrittenTokens({ item }: { item: Site }): JSX.Element | null {
         <p class="t3 sm">{canRun ? t("written.hint") : t("state.needsModel")}</p>
       ) : error.value ? (
         <p class="t3 sm">
-          {error.value.fact} {error.value.remedy}
+          {say(error.value.fact)} {say(error.value.remedy)}
         </p>
       ) : found.value ? (
         <WrittenTable found={found.value} item={item} />
@@ -86,7 +86,7 @@ function WrittenTable({ found, item }: { found: Written; item: Site }): JSX.Elem
         </tbody>
       </table>
       <p class="t3 xs">
-        {t("written.explain")} {found.note}
+        {t("written.explain")} {say(found.note)}
       </p>
     </div>
   );

@@ -4,7 +4,7 @@ import { drawBand, type CellContent } from "../canvas/head_cells";
 import { cssRamp, cssValue } from "../canvas/colors";
 import { BADGE_PATHS, badgeBaseline, classLetter, className, LETTERS, type Letter } from "../components/class_badge";
 import { bandContent, stackColumns, stackNumbers } from "../components/head_grid";
-import { format, measureName, t, type TextKey } from "../i18n";
+import { format, measureName, say, t, type TextKey } from "../i18n";
 import { cellMode, doc, headCount, headName, measures, scale, sites, stacks, thumbnails } from "../state";
 import { element, makeFigure, printable, textElement, textWidth, type Figure } from "./svg";
 
@@ -18,7 +18,7 @@ const LEGEND_WIDTH = 220;
 
 export function drawMap(): Figure {
   const title = `${printable(String(doc.value?.model["name"] ?? "headwise"))} · ${t("export.allHeads", { count: headCount.value })}`;
-  const measured = measures.value ? t("map.measuredOn", { count: headCount.value, texts: measures.value.texts }) : "";
+  const measured = measures.value ? t("map.measuredOn", { count: headCount.value, texts: say(measures.value.texts) }) : "";
   const parts = [
     textElement(title, { x: MARGIN, y: 28, "font-size": 15, "font-weight": 600 }),
     textElement(measured, { x: MARGIN, y: 47, fill: cssValue("--text-2") }),

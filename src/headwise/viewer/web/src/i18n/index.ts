@@ -1,16 +1,55 @@
 // Texts in the language of the page.
 
-import { language } from "../state";
-import { en, type TextKey } from "./en";
-import { zh } from "./zh";
+import { signal } from "@preact/signals";
+import { language, source } from "../state";
+import { changeTexts } from "./texts_changes";
+import { frameTexts } from "./texts_frame";
+import { viewTexts } from "./texts_views";
 
-export type { TextKey } from "./en";
 export { classWord, measureMeaning, measureName } from "./measures";
+
+const texts = { ...frameTexts, ...viewTexts, ...changeTexts };
+const LANGUAGES = ["en", "zh"] as const; // in the order of the texts of a key
+export type TextKey = keyof typeof texts;
+
+/** Whether there is a text of this key, which may be made of a name that the server sent. */
+export function isTextKey(key: string): key is TextKey {
+  return key in texts;
+}
 
 /** The text of a key with {names} replaced by values. */
 export function t(key: TextKey, values: Record<string, string | number> = {}): string {
-  const text = (language.value === "zh" ? zh : en)[key];
+  const text: string = texts[key][LANGUAGES.indexOf(language.value)]!;
   return text.replace(/\{(\w+)\}/g, (whole, name) => String(values[name] ?? whole));
+}
+
+const MAX_SENTENCES = 200; // of one request
+/** The sentences that have been translated, which grow while the page is used. */
+export const translations = signal<ReadonlyMap<string, string>>(new Map());
+const asked = new Set<string>();
+let waiting: string[] = [];
+
+/**
+ * A sentence of the server in the language of the page: as it is until its translation arrives, or if there is none.
+ * Sentences of the page itself are given by their key.
+ */
+export function say(sentence: string): string {
+  if (sentence.startsWith("error.")) return t(sentence as TextKey);
+  if (language.value !== "zh" || !sentence) return sentence;
+  if (!asked.has(sentence)) {
+    asked.add(sentence);
+    if (waiting.push(sentence) === 1) setTimeout(() => void askForTranslations());
+  }
+  return translations.value.get(sentence) ?? sentence;
+}
+
+async function askForTranslations(): Promise<void> {
+  const sentences = waiting;
+  waiting = [];
+  for (let first = 0; first < sentences.length; first += MAX_SENTENCES) {
+    const found = await source.translate(sentences.slice(first, first + MAX_SENTENCES)).catch(() => ({}));
+    translations.value = new Map([...translations.value, ...Object.entries(found)]);
+  }
 }
 
 /** A number with three significant digits, without an exponent where it is readable. */

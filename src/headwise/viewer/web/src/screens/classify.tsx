@@ -8,7 +8,7 @@ import { ClassEvidence, SyntaxPanel } from "../components/class_evidence";
 import { DataTable } from "../components/data_table";
 import { MeasurePrompt } from "../components/shell";
 import { downloadText } from "../download";
-import { classWord, format, t } from "../i18n";
+import { classWord, format, say, t } from "../i18n";
 import { firstHeads, headIndex, headName, measuredClasses, measureOf, measures, ownClass, ownClasses, selectHead, setOwnClass, sites, type HeadClass } from "../state";
 import { between, toFlag, toList, urlSignal } from "../url_state";
 
@@ -77,8 +77,9 @@ function readRows(): Row[] {
 }
 
 /** Why a head has its class: the user's word, the evidence, or that of the strongest candidate. */
-function evidence(row: Row): string {
-  const measured = row.top?.evidence ?? measuredClasses(row.index)[0]?.evidence ?? t("inspector.noClass");
+function evidence(row: Row, translate: (sentence: string) => string = say): string {
+  const found = row.top?.evidence ?? measuredClasses(row.index)[0]?.evidence;
+  const measured = found === undefined ? t("inspector.noClass") : translate(found);
   return row.own ? `${t("classify.isOwn")}; ${t("classify.byMeasures")}: ${row.top?.name ?? "unclear"}. ${measured}` : measured;
 }
 
@@ -89,7 +90,7 @@ export function ClassifyScreen(): JSX.Element {
     <>
       <div class="toolbar">
         <h1>{t("screen.classify")}</h1>
-        <span class="sm t3 hide-s">{measures.value.texts}</span>
+        <span class="sm t3 hide-s">{say(measures.value.texts)}</span>
         {ownClasses.value.length > 0 && <span class="tag acc">{t("classify.ownCount", { count: ownClasses.value.length })}</span>}
         <span class="grow" />
         {ownClasses.value.length > 0 && (
@@ -177,7 +178,7 @@ function makeColumns(): Column<Row>[] {
       value: (row) => row.own ?? "",
       cell: (row) => <OwnClass row={row} names={names} />,
     },
-    { key: "evidence", title: t("inspector.evidence"), value: evidence },
+    { key: "evidence", title: t("inspector.evidence"), value: (row) => evidence(row) },
   ];
 }
 
@@ -209,6 +210,6 @@ function OwnClass({ row, names }: { row: Row; names: string[] }): JSX.Element {
 /** The table as CSV, with the class by the measures beside the user's. */
 function csvOf(rows: Row[]): string {
   const quote = (value: string | number) => (typeof value === "number" ? (Number.isFinite(value) ? String(value) : "") : `"${value.replace(/"/g, '""')}"`);
-  const lines = rows.map((row) => [sites.value[row.site]!.name, row.head, nameOf(row) ?? "unclear", row.own ? "user" : "measures", row.top?.name ?? "unclear", row.top?.score ?? NaN, row.low, row.high, evidence(row)]);
+  const lines = rows.map((row) => [sites.value[row.site]!.name, row.head, nameOf(row) ?? "unclear", row.own ? "user" : "measures", row.top?.name ?? "unclear", row.top?.score ?? NaN, row.low, row.high, evidence(row, String)]);
   return [["site", "head", "class", "source", "measured_class", "score", "score_low", "score_high", "evidence"], ...lines].map((line) => line.map(quote).join(",")).join("\n") + "\n";
 }

@@ -4,7 +4,7 @@ import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { Panel } from "../components/basics";
 import { DataTable } from "../components/data_table";
-import { t } from "../i18n";
+import { say, t } from "../i18n";
 import { doc, runJob, source } from "../state";
 
 interface CostRow {
@@ -78,7 +78,7 @@ export function CostScreen(): JSX.Element {
               column("decode", t("cost.decode")),
               column("kv_bytes_per_token", t("cost.kvToken")),
               column("kv_bytes", t("cost.kv")),
-              { key: "bound", title: t("cost.bound"), value: (row: CostRow) => row.bound },
+              { key: "bound", title: t("cost.bound"), value: (row: CostRow) => say(row.bound) },
             ]}
           />
         ) : (
@@ -87,7 +87,7 @@ export function CostScreen(): JSX.Element {
       </Panel>
       {result.value?.notes.map((note) => (
         <p key={note} class="t3 sm">
-          {note}
+          {say(note)}
         </p>
       ))}
     </>

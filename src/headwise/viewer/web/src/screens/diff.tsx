@@ -3,13 +3,13 @@
 import { signal, useComputed, useSignal, useSignalEffect, type Signal } from "@preact/signals";
 import type { JSX } from "preact";
 import { showMeasure } from "../actions";
-import { ErrorNote, Heatmap, Panel, Ramp, Segmented, Select } from "../components/basics";
+import { ErrorNote, Heatmap, Panel, Ramp, Segmented, Select, TableButton, type Column } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import { HeadGrid, stackNumbers } from "../components/head_grid";
 import { streamWords, visibleToken } from "../components/tokens";
-import { format, t, type TextKey } from "../i18n";
+import { format, say, t, type TextKey } from "../i18n";
 import type { Message, PageError } from "../source";
-import { cellMode, diffKind, doc, firstHeads, headName, runJob, scale, SCALES, selectedHead, selectedSite, selectHead, site, sites, source, stacks, toPageError, type DiffKind } from "../state";
+import { cellMode, diffKind, doc, firstHeads, headName, runJob, scale, SCALES, selectedHead, selectedSite, selectHead, showsTable, site, sites, source, stacks, toPageError, type DiffKind } from "../state";
 
 interface HeadChange {
   site: number;
@@ -99,6 +99,7 @@ export function DiffScreen(): JSX.Element {
           <>
             <Select label={t("map.cells")} value={MODES.find((mode) => mode === cellMode.value) ?? "thumbnail"} options={MODES.map((mode) => [mode, t(`diff.mode.${mode.replace(" ", "")}` as TextKey)] as const)} onChange={(mode) => (cellMode.value = mode)} />
             <Select label={t("scale.label")} value={scale.value} options={SCALES.map((name) => [name, t(`scale.${name}` as TextKey)] as const)} onChange={(value) => (scale.value = value)} />
+            <TableButton />
           </>
         )}
       </div>
@@ -116,7 +117,7 @@ function Question(): JSX.Element {
   const ablated = doc.value?.ablated ?? [];
   const kind = diffKind.value;
   const missing =
-    kind === "other" ? (other ? "" : t("diff.noOther")) : !canRun ? (doc.value?.capabilities.text.reason ?? "") : kind === "ablated" && !ablated.length ? t("diff.noAblated") : "";
+    kind === "other" ? (other ? "" : t("diff.noOther")) : !canRun ? say(doc.value?.capabilities.text.reason ?? "") : kind === "ablated" && !ablated.length ? t("diff.noAblated") : "";
   return (
     <Panel class="diff-question">
       <form
@@ -171,10 +172,12 @@ function Answer({ found }: { found: Comparison }): JSX.Element {
   return (
     <div class="stack">
       <Panel title={t("diff.tokens")}>
-        {Object.keys(found.pairs).map((stream) => (
-          <TokenPairs key={stream} stream={stream} found={found} />
-        ))}
-        {leftOut.length > 0 && <p class="t3">{t("diff.leftOut", { sites: leftOut.map(([name, why]) => `${name} (${why})`).join("; ") })}</p>}
+        <div class="stack">
+          {Object.keys(found.pairs).map((stream) => (
+            <TokenPairs key={stream} stream={stream} found={found} />
+          ))}
+        </div>
+        {leftOut.length > 0 && <p class="t3">{t("diff.leftOut", { sites: leftOut.map(([name, why]) => `${name} (${say(why)})`).join("; ") })}</p>}
       </Panel>
       <div class="diff-lay">
         <Panel title={t("diff.heads")} footer={<Ramp text={t(`diff.ramp.${cellMode.value === "largest change" ? "largest" : cellMode.value === "divergence" ? "divergence" : "thumbnail"}` as TextKey)} />}>
@@ -189,7 +192,7 @@ function Answer({ found }: { found: Comparison }): JSX.Element {
           caption={t("diff.ranked")}
           rows={found.heads}
           sort="divergence"
-          limit={20}
+          {...(showsTable.value ? {} : { limit: 20 })}
           onSelect={(head) => selectHead(head.site, head.head)}
           isSelected={(head) => head.site === selectedSite.value && head.head === selectedHead.value}
           columns={[
@@ -238,9 +241,9 @@ function TokenPairs({ stream, found }: { stream: string; found: Comparison }): J
   return (
     <div class="stack">
       <p class="sm t3">
-        {t("diff.aligned", { stream: Object.keys(found.pairs).length > 1 ? stream : t("diff.stream"), count, first: first.length, second: second.length })}
+        {t("diff.aligned", { stream: Object.keys(found.pairs).length > 1 ? say(stream) : t("diff.stream"), count, first: first.length, second: second.length })}
       </p>
-      <div class="scroll pair-scroll" tabIndex={0} role="region" aria-label={`${t("diff.tokens")}: ${stream}`}>
+      <div class="scroll pair-scroll" tabIndex={0} role="region" aria-label={`${t("diff.tokens")}: ${say(stream)}`}>
         <div class="pair-row">
           {columns.slice(0, MAX_SHOWN_TOKENS).map(([left, right], index) => (
             <span key={index} class={left === null ? "added" : right === null ? "removed" : first[left] === second[right] ? "" : "replaced"}>
@@ -266,6 +269,24 @@ interface Pictures {
   /** The number of the first aligned pair of each cell. */
   queries: Int32Array;
   keys: Int32Array;
+  pairs: PairChange[];
+}
+
+/** An aligned pair of a query and a key that differs, by their numbers among the aligned tokens, and its exact weights. */
+interface PairChange {
+  query: number;
+  key: number;
+  first: number;
+  second: number;
+}
+
+function readPictures({ arrays }: Message): Pictures {
+  const [rows = 0, columns = 0] = arrays["change"]!.shape;
+  const bytes = (name: string) => arrays[name]!.data as Uint8Array;
+  const numbers = (name: string) => arrays[name]!.data as Int32Array;
+  const [places, weights] = [arrays["places"]!.data, arrays["weights"]!.data];
+  const pairs = Array.from({ length: places.length / 2 }, (_, row) => ({ query: places[row * 2]!, key: places[row * 2 + 1]!, first: weights[row * 2]!, second: weights[row * 2 + 1]! }));
+  return { first: bytes("first"), second: bytes("second"), change: bytes("change"), rows, columns, queries: numbers("queries"), keys: numbers("keys"), pairs };
 }
 
 /** The weights in both runs and their difference, over the aligned tokens, with the exact numbers of the pointed pair. */
@@ -281,11 +302,9 @@ function HeadPictures({ found }: { found: Comparison }): JSX.Element {
     const abort = new AbortController();
     source
       .fetchArrays(path, abort.signal)
-      .then(({ arrays }) => {
-        const [rows = 0, columns = 0] = arrays["change"]!.shape;
-        const bytes = (name: string) => arrays[name]!.data as Uint8Array;
+      .then((message) => {
         error.value = null;
-        pictures.value = { first: bytes("first"), second: bytes("second"), change: bytes("change"), rows, columns, queries: arrays["queries"]!.data as Int32Array, keys: arrays["keys"]!.data as Int32Array };
+        pictures.value = readPictures(message);
       })
       .catch((reason) => !abort.signal.aborted && (error.value = toPageError(reason)));
     return () => abort.abort();
@@ -293,6 +312,7 @@ function HeadPictures({ found }: { found: Comparison }): JSX.Element {
   const shown = pictures.value;
   const title = t("head.title", { name: headName(selectedSite.value, selectedHead.value) });
   if (!isCompared) return <Panel title={title}>{<p class="t3">{t("diff.notCompared")}</p>}</Panel>;
+  if (shown && showsTable.value) return <Panel title={title}>{<PairTable pairs={shown.pairs} found={found} />}</Panel>;
   const images = shown && ([
     ["first", { data: shown.first, rows: shown.rows, columns: shown.columns }],
     ["second", { data: shown.second, rows: shown.rows, columns: shown.columns }],
@@ -319,6 +339,26 @@ function HeadPictures({ found }: { found: Comparison }): JSX.Element {
         ))}
       </div>
     </Panel>
+  );
+}
+
+/** The numbers behind the pictures: the pairs of tokens whose weights differ most, with the exact weights. */
+function PairTable({ pairs, found }: { pairs: PairChange[]; found: Comparison }): JSX.Element {
+  const { queryStream = "", keyStream = "" } = site.value ?? {};
+  const token = (stream: string, number: number) => `${found.pairs[stream]?.[number * 2] ?? 0} ${word(stream, found.pairs[stream]?.[number * 2] ?? 0)}`;
+  const column = (key: string, title: string, value: (pair: PairChange) => number, text: (value: number) => string): Column<PairChange> => ({ key, title, numeric: true, value, cell: (pair) => text(value(pair)) });
+  return (
+    <DataTable
+      caption={t("diff.pairs")}
+      rows={pairs}
+      columns={[
+        { key: "query", title: t("query"), value: (pair) => token(queryStream, pair.query) },
+        { key: "key", title: t("key"), value: (pair) => token(keyStream, pair.key) },
+        column("first", t("diff.first"), (pair) => pair.first, format),
+        column("second", t("diff.second"), (pair) => pair.second, format),
+        column("change", t("diff.changeColumn"), (pair) => pair.second - pair.first, signed),
+      ]}
+    />
   );
 }
 

@@ -36,7 +36,7 @@ export function HeadScreen(): JSX.Element {
           <Panel footer={form === "channels" ? undefined : <CellFooter item={item} pointed={pointed} data={data} />}>
             {form === "channels" ? (
               <ChannelProducts item={item} />
-            ) : showsTable.value ? (
+            ) : showsTable.value && form !== "points" ? (
               <StrongestPairs item={item} tile={data.tile.value} />
             ) : form === "points" ? (
               <QueryKeyPoints item={item} />
@@ -105,15 +105,17 @@ function Toolbar({ item }: { item: Site }): JSX.Element {
         </label>
       )}
       <Select label={t("scale.label")} value={scale.value} options={SCALES.map((name) => [name, t(`scale.${name}` as TextKey)] as const)} onChange={(value) => (scale.value = value)} />
-      <Select
-        label={t("head.rows")}
-        value={rowMarginal.value}
-        options={[
-          ["entropy", t("head.rowsEntropy")],
-          ["maximum", t("head.rowsMaximum")],
-        ]}
-        onChange={(value) => (rowMarginal.value = value)}
-      />
+      {headForm.value === "matrix" && (
+        <Select
+          label={t("head.rows")}
+          value={rowMarginal.value}
+          options={[
+            ["entropy", t("head.rowsEntropy")],
+            ["maximum", t("head.rowsMaximum")],
+          ]}
+          onChange={(value) => (rowMarginal.value = value)}
+        />
+      )}
       <TableButton />
     </div>
   );

@@ -8,18 +8,20 @@ import { Panel, Segmented } from "../components/basics";
 import { CopyButton, CopyCode } from "../components/copy_code";
 import { streamWords, visibleToken } from "../components/tokens";
 import { downloadText } from "../download";
-import { t, type TextKey } from "../i18n";
-import { changeMode, chosenTokens, computeEffect, effect, factor, loadRecipe, mode, modeFields, MODES, openTokens, randomSets, recipeText, requestKey, resampleText, toggleToken } from "../lab_state";
+import { say, t, type TextKey } from "../i18n";
+import { changeMode, chosenTokens, computeEffect, effect, evaluate, evaluation, evaluationKey, evaluationLines, evaluationText, factor, loadRecipe, mode, modeFields, MODES, openTokens, randomSets, recipeText, requestKey, resampleText, toggleToken } from "../lab_state";
 import type { Site } from "../source";
 import { doc, headCount, headName, isAblated, job, selectHead, selectedHead, selectedSite, sites, source } from "../state";
 import { CurvesPanel } from "./lab_curves";
 import { EffectPanel } from "./lab_effect";
+import { QualityTable } from "./prune_result";
 
+const LEAST_TEXTS = 2; // the intervals are over texts
 const MOST_CHIPS = 512; // tokens to choose from; longer texts are ablated at all tokens
 
 export function LabScreen(): JSX.Element {
   const ablated = doc.value?.ablated ?? [];
-  const reason = ablateReason();
+  const reason = say(ablateReason());
   const canRun = ablated.length > 0 && source.isLive && !job.value;
   const isStale = effect.value !== null && effect.value.request !== requestKey.value;
   return (
@@ -47,7 +49,10 @@ export function LabScreen(): JSX.Element {
           <HeadsPanel />
           <RecipePanel isStale={isStale} />
         </div>
-        <EffectPanel isStale={isStale} />
+        <div class="stack">
+          <EffectPanel isStale={isStale} />
+          <EvaluationPanel />
+        </div>
         <CurvesPanel />
       </div>
     </>
@@ -124,8 +129,8 @@ function TokenChoice(): JSX.Element {
     <details class="lab-how">
       <summary>{count ? t("lab.someTokens", { count }) : t("lab.allTokens")}</summary>
       {streams.map((stream) => (
-        <div key={stream} role="group" aria-label={`${t("lab.tokens")} · ${stream}`}>
-          {streams.length > 1 && <h3>{t(stream === "source" ? "source" : "text")}</h3>}
+        <div key={stream} role="group" aria-label={`${t("lab.tokens")} · ${say(stream)}`}>
+          {streams.length > 1 && <h3>{say(stream)}</h3>}
           <div class="chips">
             {streamWords(stream)
               .slice(0, MOST_CHIPS)
@@ -143,6 +148,50 @@ function TokenChoice(): JSX.Element {
         </button>
       )}
     </details>
+  );
+}
+
+/** The loss over several texts, which says more than that of the open one. */
+function EvaluationPanel(): JSX.Element | null {
+  const file = useRef<HTMLInputElement>(null);
+  const found = evaluation.value;
+  const count = evaluationLines.value.length;
+  const canRun = source.isLive && count >= LEAST_TEXTS && !job.value && (doc.value?.ablated.length ?? 0) > 0;
+  const load = async (input: HTMLInputElement) => {
+    const text = await input.files?.[0]?.text();
+    if (text !== undefined) evaluationText.value = text;
+    input.value = "";
+  };
+  return (
+    <Panel title={t("lab.evaluation")}>
+      <div class="stack">
+        <details>
+          <summary>{t("lab.evaluationTexts", { count })}</summary>
+          <textarea rows={6} aria-label={t("lab.evaluationTexts", { count })} value={evaluationText.value ?? evaluationLines.value.join("\n")} onInput={(event) => (evaluationText.value = event.currentTarget.value)} />
+          <button class="btn" type="button" onClick={() => file.current?.click()}>
+            {t("lab.evaluationFile")}
+          </button>
+          <input ref={file} class="vh" type="file" accept=".txt,.tsv,text/plain" aria-label={t("lab.evaluationFile")} tabIndex={-1} onChange={(event) => void load(event.currentTarget)} />
+        </details>
+        <div class="row wrap">
+          <button class="btn" type="button" aria-disabled={!canRun} onClick={() => canRun && void evaluate()}>
+            {t("lab.evaluate")}
+          </button>
+          {count < LEAST_TEXTS && <span class="t3 sm">{t("similar.more")}</span>}
+        </div>
+        {found && (
+          <div class={found.request === evaluationKey.value ? "" : "stale"} data-testid="evaluation">
+            {found.request !== evaluationKey.value && <p class="stalebar">{t("lab.stale")}</p>}
+            <QualityTable quality={found} />
+            {found.notes.map((note) => (
+              <p key={note} class="t3 sm">
+                {say(note)}
+              </p>
+            ))}
+          </div>
+        )}
+      </div>
+    </Panel>
   );
 }
 

@@ -5,8 +5,7 @@ import type { JSX } from "preact";
 import { setAblated } from "../actions";
 import { Meter, Panel, Segmented, Select, type Column } from "../components/basics";
 import { DataTable } from "../components/data_table";
-import { format, t, type TextKey } from "../i18n";
-import { en } from "../i18n/en";
+import { format, isTextKey, say, t, type TextKey } from "../i18n";
 import { factor, mode, modeFields, openTokens, resampleText, sweep, sweepKey, textKey, type Sweep } from "../lab_state";
 import { headIndex, firstHeads, headName, job, runJob, selectHead, selectedSite, showsTable, sites, source } from "../state";
 import { oneOf, toNumber, urlSignal } from "../url_state";
@@ -43,7 +42,7 @@ function duration(seconds: number): string {
 /** What a curve measures: the loss of the model's own head, or how far its outputs have drifted. */
 function objectiveName(name: string): string {
   const key = `objective.${name}`;
-  return key in en ? t(key as TextKey) : name;
+  return isTextKey(key) ? t(key) : name;
 }
 
 export function CurvesPanel(): JSX.Element {
@@ -104,7 +103,7 @@ function SweepTable({ found }: { found: Sweep }): JSX.Element {
   const most = Math.max(...found.heads.map(([, , change]) => change), 1e-12);
   const columns: Column<Sweep["heads"][number]>[] = [
     { key: "head", title: t("head"), value: ([site, head]) => headName(site, head) },
-    { key: "change", title: found.quantity, numeric: true, value: (row) => row[2], cell: (row) => format(row[2]) },
+    { key: "change", title: say(found.quantity), numeric: true, value: (row) => row[2], cell: (row) => format(row[2]) },
     { key: "bar", title: t("lab.barShare"), value: (row) => row[2], cell: (row) => <span class="bar-cell"><Meter value={row[2] / most} /></span> },
   ];
   if (found.heads.some((row) => row[3] !== null)) columns.splice(2, 0, { key: "loss", title: t("lab.lossChange"), numeric: true, value: (row) => row[3] ?? NaN, cell: (row) => format(row[3] ?? NaN) });

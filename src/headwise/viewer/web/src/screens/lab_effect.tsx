@@ -7,7 +7,7 @@ import { cssRamp, themeVersion } from "../canvas/colors";
 import { Meter, Panel, Ramp, TableButton, type Column } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import { streamWords, visibleToken } from "../components/tokens";
-import { format, t } from "../i18n";
+import { format, say, t } from "../i18n";
 import { computeEffect, continued, continueText, effect, requestKey, sweep, sweepKey, textKey, type Check, type Effect, type NextToken } from "../lab_state";
 import { doc, job, showsTable } from "../state";
 
@@ -43,7 +43,7 @@ function EffectView({ found }: { found: Effect }): JSX.Element {
         <dd>
           {number(found.loss.before)} → <b class="b">{number(found.loss.after)}</b>
         </dd>
-        <dt>{found.outputs}</dt>
+        <dt>{say(found.outputs)}</dt>
         <dd>
           <b class="b">{number(found.kl)}</b>
         </dd>
@@ -63,7 +63,7 @@ function EffectView({ found }: { found: Effect }): JSX.Element {
       <ContinuedView />
       {found.notes.map((note) => (
         <p key={note} class="t3 sm">
-          {note}
+          {say(note)}
         </p>
       ))}
     </div>
@@ -72,8 +72,8 @@ function EffectView({ found }: { found: Effect }): JSX.Element {
 
 /** Whether a copy without the weights of these heads gives the same outputs. */
 function CheckView({ check }: { check: Check }): JSX.Element {
-  if (!check.possible) return <p class="t3 sm" data-testid="check">{t("check.not", { reason: check.reason })}</p>;
-  const values = { apart: check.apart.toExponential(1), allowed: check.allowed.toExponential(1) };
+  if (!check.possible) return <p class="t3 sm" data-testid="check">{t("check.not", { reason: say(check.reason) })}</p>;
+  const values = { apart: check.apart === 0 ? "0" : check.apart.toExponential(1), allowed: check.allowed.toExponential(1) };
   return (
     <p class={`sm${check.same ? "" : " warn-text"}`} data-testid="check">
       <span class={`tag ${check.same ? "ok" : "bad"}`}>{t("check.title")}</span> {t(check.same ? "check.same" : "check.differs", values)}{" "}
@@ -92,7 +92,7 @@ function SinglesView({ found }: { found: Effect }): JSX.Element | null {
   const alone = singles.reduce((sum, one) => sum + one![2], 0);
   return (
     <p class="sm" data-testid="singles">
-      {t("lab.sumOfSingle", { count: singles.length })}: {found.outputs} {t("lab.predicted", { alone: format(alone), together: number(found.kl) })}
+      {t("lab.sumOfSingle", { count: singles.length })}: {say(found.outputs)} {t("lab.predicted", { alone: format(alone), together: number(found.kl) })}
     </p>
   );
 }
@@ -107,7 +107,7 @@ function ContinuedView(): JSX.Element {
       </button>
     );
   }
-  if (!known.possible) return <p class="t3 sm">{known.reason}</p>;
+  if (!known.possible) return <p class="t3 sm">{say(known.reason)}</p>;
   const { before, after } = known;
   const longer = before.length > after.length ? before : after;
   const differs = longer.findIndex((_, index) => before[index] !== after[index]);
@@ -142,7 +142,7 @@ function RandomView({ found }: { found: Effect }): JSX.Element {
     <div data-testid="random">
       <h3>{t("lab.randomTitle", { count: changes.length })}</h3>
       <p>
-        {found.outputs}: {format(changes[0]!)} … {format(changes.at(-1)!)}
+        {say(found.outputs)}: {format(changes[0]!)} … {format(changes.at(-1)!)}
         {losses.length > 0 && ` · ${t("lab.loss")}: ${format(losses[0]!)} … ${format(losses.at(-1)!)}`}
       </p>
       <p class="t3 sm">{t("lab.randomRank", { larger, count: changes.length })}</p>
@@ -173,7 +173,7 @@ function PositionChips(props: { found: Effect; words: string[]; position: number
       </div>
       <p class="row wrap between sm">
         <span class="t2" data-testid="position">
-          {position} {visibleToken(words[position] ?? "")}: {found.outputs} {number(found.klByPosition[position])}
+          {position} {visibleToken(words[position] ?? "")}: {say(found.outputs)} {number(found.klByPosition[position])}
           {found.lossByPosition.before.length > position && ` · ${t("lab.loss")} ${number(found.lossByPosition.before[position])} → ${number(found.lossByPosition.after[position])}`}
         </span>
         <Ramp text={`0 … ${format(most)}`} />
@@ -192,7 +192,7 @@ function PositionTable({ found, words }: { found: Effect; words: string[] }): JS
       rows={rows}
       columns={[
         { key: "token", title: t("lab.token"), value: (row) => `${row.index} ${visibleToken(words[row.index] ?? "")}` },
-        column("change", found.outputs),
+        column("change", say(found.outputs)),
         ...(found.lossByPosition.before.length ? [column("before", `${t("lab.loss")}, ${t("lab.before")}`), column("after", t("lab.after"))] : []),
       ]}
     />

@@ -3,14 +3,14 @@
 import { useComputed } from "@preact/signals";
 import type { JSX } from "preact";
 import { measureImportance } from "../actions";
-import { Meter, Panel, Ramp, Segmented, Select, TableButton } from "../components/basics";
+import { Meter, Panel, Ramp, Segmented, Select } from "../components/basics";
 import { Badge, classLetter, className, LETTERS } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
 import { classFilter, HeadGrid, meanName, stackNumbers, type HeadItem } from "../components/head_grid";
 import { HeadScatter } from "../components/head_scatter";
 import { isOnTop, isShownLayer, MapFilter } from "../components/map_filter";
 import { MeasurePrompt } from "../components/shell";
-import { classWord, format, measureName, t, type TextKey } from "../i18n";
+import { classWord, format, measureName, say, t, type TextKey } from "../i18n";
 import { cellMode, classesOf, doc, firstHeads, headCount, headIndex, headName, measureOf, measures, scale, selectHead, showsTable, sites, sortHeads, source, stacks } from "../state";
 
 export function MapScreen(): JSX.Element {
@@ -24,7 +24,7 @@ export function MapScreen(): JSX.Element {
   ];
   if (canSweep || table?.names.includes("importance")) modes.push(["importance", t("map.importance")]);
   const others = (table?.names ?? []).filter((name) => !modes.some(([mode]) => mode === name));
-  const title = table ? t("map.measuredOn", { count: headCount.value, texts: table.texts }) : t("map.heads", { count: headCount.value });
+  const title = table ? t("map.measuredOn", { count: headCount.value, texts: say(table.texts) }) : t("map.heads", { count: headCount.value });
   if (!sites.value.length) return <p class="t3">{t("open.none")}</p>;
   return (
     <>
@@ -49,7 +49,6 @@ export function MapScreen(): JSX.Element {
             onChange={(name) => (sortHeads.value = name)}
           />
         )}
-        {table && <TableButton />}
       </div>
       <MapFilter />
       {showsTable.value && table ? (

@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import { runText } from "../actions";
 import { Panel } from "../components/basics";
 import { DataTable } from "../components/data_table";
-import { t } from "../i18n";
+import { say, t, type TextKey } from "../i18n";
 import { doc, job, overlay, selectHead, sites, source, stacks } from "../state";
 import { formatSize } from "./prune_result";
 
@@ -16,7 +16,7 @@ export function OpenScreen(): JSX.Element {
     sites.value.flatMap((site) =>
       Object.entries(site.abilities)
         .filter(([, ability]) => !ability.possible && ability.reason)
-        .map(([action, ability]) => t("open.cannot", { action, reason: ability.reason })),
+        .map(([action, ability]) => t("open.cannot", { action: t(`action.${action}` as TextKey), reason: say(ability.reason) })),
     ),
   );
   return (
@@ -35,7 +35,7 @@ export function OpenScreen(): JSX.Element {
           <dl class="kv facts">
             {details.map(([name, value]) => (
               <div key={name}>
-                <dt>{name}</dt>
+                <dt>{say(name)}</dt>
                 <dd>{String(value)}</dd>
               </div>
             ))}
@@ -53,9 +53,9 @@ export function OpenScreen(): JSX.Element {
                 { key: "site", title: t("open.site"), value: (row) => row.name },
                 { key: "heads", title: t("open.heads"), numeric: true, value: (row) => row.heads },
                 { key: "kv", title: t("open.kv"), numeric: true, value: (row) => row.kvHeads },
-                { key: "queries", title: t("open.queries"), value: (row) => `${row.queryStream} (${row.numQueries})` },
-                { key: "keys", title: t("open.keys"), value: (row) => `${row.keyStream} (${row.numKeys})` },
-                { key: "capture", title: t("open.capture"), value: (row) => row.capture },
+                { key: "queries", title: t("open.queries"), value: (row) => `${say(row.queryStream)} (${row.numQueries})` },
+                { key: "keys", title: t("open.keys"), value: (row) => `${say(row.keyStream)} (${row.numKeys})` },
+                { key: "capture", title: t("open.capture"), value: (row) => say(row.capture) },
               ]}
             />
           ) : (
@@ -65,7 +65,7 @@ export function OpenScreen(): JSX.Element {
         {warnings.length + reasons.size > 0 && (
           <Panel title={t("open.warnings")}>
             <ul class="stack">
-              {[...warnings, ...reasons].map((text) => (
+              {[...warnings.map(say), ...reasons].map((text) => (
                 <li key={text}>{text}</li>
               ))}
             </ul>
@@ -77,7 +77,7 @@ export function OpenScreen(): JSX.Element {
               {skipped.map(([name, reason]) => (
                 <div key={name}>
                   <dt class="mono">{name}</dt>
-                  <dd>{reason}</dd>
+                  <dd>{say(reason)}</dd>
                 </div>
               ))}
             </dl>
@@ -92,7 +92,7 @@ export function OpenScreen(): JSX.Element {
 function SizeRows(): JSX.Element | null {
   const memory = doc.value?.memory;
   if (!memory) return null;
-  const kinds = [...new Set(stacks.value)].map((stack) => `${sites.value.filter((site) => `${site.stack} ${site.kind}` === stack).length} ${stack}`);
+  const kinds = [...new Set(stacks.value)].map((stack) => `${sites.value.filter((site) => `${site.stack} ${site.kind}` === stack).length} ${say(stack)}`);
   const rows: [string, string][] = [
     [t("open.kinds"), kinds.join(", ")],
     ...(memory.parameters === null ? [] : ([[t("open.parameters"), memory.parameters.toLocaleString("en")]] as [string, string][])),

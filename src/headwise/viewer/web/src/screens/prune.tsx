@@ -5,7 +5,7 @@ import type { JSX } from "preact";
 import { useEffect } from "preact/hooks";
 import { setAblated } from "../actions";
 import { Panel, Segmented, Select } from "../components/basics";
-import { t, type TextKey } from "../i18n";
+import { say, t, type TextKey } from "../i18n";
 import { doc, headCount, job, runJob, sites, source } from "../state";
 import { between, oneOf, toText, urlSignal } from "../url_state";
 import { HeadMap, ResultView, SizeList, SizeTable, type Size, type Sizes, type SurgeryResult } from "./prune_result";
@@ -192,7 +192,7 @@ function PruningPlan(): JSX.Element {
       </div>
       {fixed.map((item) => (
         <p key={item.name} class="t3 sm">
-          {t("prune.notPrunable", { site: item.name, reason: item.abilities.prune.reason })}
+          {t("prune.notPrunable", { site: item.name, reason: say(item.abilities.prune.reason) })}
         </p>
       ))}
     </>
@@ -282,7 +282,7 @@ function ConversionPlan(): JSX.Element {
           <h3>{t("prune.notForms")}</h3>
           {refused.map((item) => (
             <p key={item.form} class="t3 sm">
-              {t(`prune.form.${item.form}` as TextKey)}: {item.reason}
+              {t(`prune.form.${item.form}` as TextKey)}: {say(item.reason)}
             </p>
           ))}
         </div>
@@ -342,7 +342,7 @@ function PlanActions(): JSX.Element {
           {t(kind === "prune" ? "prune.run" : "prune.runConvert")}
         </button>
       </form>
-      {write && !write.possible && doc.value?.kind === "model" && <p class="t3 sm">{write.reason}</p>}
+      {write && !write.possible && doc.value?.kind === "model" && <p class="t3 sm">{say(write.reason)}</p>}
     </>
   );
 }
@@ -361,11 +361,11 @@ function PlannedSizes(): JSX.Element | null {
   return (
     <div class={`planned-sizes ${isStale ? "stale" : ""}`} data-testid="planned">
       {isStale && <p class="stalebar">{t("prune.stale")}</p>}
-      <p class="t2">{shown.plan.summary}</p>
+      <p class="t2">{say(shown.plan.summary)}</p>
       <SizeTable sizes={shown.plan} after={t("prune.planned")} />
       {shown.plan.notes.map((note) => (
         <p key={note} class="t3 sm">
-          {note}
+          {say(note)}
         </p>
       ))}
     </div>

@@ -5,8 +5,7 @@ import { useEffect, useRef } from "preact/hooks";
 import { CopyCode } from "../components/copy_code";
 import { DataTable } from "../components/data_table";
 import type { Column } from "../components/basics";
-import { format, t, type TextKey } from "../i18n";
-import { en } from "../i18n/en";
+import { format, isTextKey, say, t } from "../i18n";
 import { headName, sites } from "../state";
 import { formatCount } from "./cost";
 
@@ -37,6 +36,12 @@ export interface Sizes {
   sites: { site: string; before: AttentionSize; after: AttentionSize }[];
 }
 
+/** Metrics over several texts, before and after a change. Mirrors `QualityReport`. */
+export interface Quality {
+  texts: number;
+  rows: { name: string; before: Estimate | null; after: Estimate; change: Estimate | null }[];
+}
+
 /** The answer of the jobs prune and convert. Mirrors `NewModel.write_and_prove`. */
 export interface SurgeryResult {
   holds: boolean;
@@ -49,7 +54,7 @@ export interface SurgeryResult {
     equal: { what: string; apart: number; allowed: number; same: boolean }[];
     savings: Sizes;
     speeds: { phases: { phase: string; speedup: number; verdict: string }[] };
-    quality: { texts: number; rows: { name: string; before: Estimate | null; after: Estimate; change: Estimate | null }[] };
+    quality: Quality;
     notes: string[];
   };
 }
@@ -57,7 +62,7 @@ export interface SurgeryResult {
 /** The name of a size in the language of the page; one that the page does not know stays as it is. */
 function sizeName(name: string, length: number): string {
   const key = `size.${name}`;
-  return key in en ? t(key as TextKey, { length }) : name;
+  return isTextKey(key) ? t(key, { length }) : say(name);
 }
 
 export function formatSize(value: number, unit: string): string {
@@ -149,11 +154,11 @@ export function ResultView({ result }: { result: SurgeryResult }): JSX.Element {
         </svg>
         <span>{result.holds ? t("prune.holds", { count }) : t("prune.fails", { count, failed })}</span>
       </p>
-      <p class="t2">{proof.what}</p>
+      <p class="t2">{say(proof.what)}</p>
       <p class="wrap-anywhere">
         <span class="t3">{t("prune.saved")}</span> <code data-testid="folder">{result.folder}</code>
         <br />
-        <span class="t3 sm">{result.sentence}</span>
+        <span class="t3 sm">{say(result.sentence)}</span>
       </p>
       <Command text={result.command} />
       <div class="proof-tables">
@@ -168,7 +173,7 @@ export function ResultView({ result }: { result: SurgeryResult }): JSX.Element {
           <summary>{t("prune.notes")}</summary>
           {proof.notes.map((note) => (
             <p key={note} class="t3 sm">
-              {note}
+              {say(note)}
             </p>
           ))}
         </details>
@@ -193,7 +198,7 @@ function CheckTable({ checks }: { checks: SurgeryResult["proof"]["equal"] }): JS
       caption={t("prune.checks")}
       rows={checks}
       columns={[
-        { key: "what", title: t("prune.check"), value: (row) => row.what, cell: (row) => <span class="wrap-anywhere">{row.what}</span> },
+        { key: "what", title: t("prune.check"), value: (row) => say(row.what), cell: (row) => <span class="wrap-anywhere">{say(row.what)}</span> },
         { key: "apart", title: t("prune.difference"), numeric: true, value: (row) => row.apart, cell: (row) => formatSmall(row.apart) },
         { key: "allowed", title: t("prune.tolerance"), numeric: true, value: (row) => row.allowed, cell: (row) => formatSmall(row.allowed) },
         { key: "same", title: t("prune.equal"), value: (row) => Number(row.same), cell: (row) => <span class={`tag ${row.same ? "ok" : "bad"}`}>{row.same ? t("prune.yes") : t("prune.no")}</span> },
@@ -206,7 +211,7 @@ function formatSmall(value: number): string {
   return value === 0 ? "0" : value.toExponential(1);
 }
 
-function QualityTable({ quality }: { quality: SurgeryResult["proof"]["quality"] }): JSX.Element {
+export function QualityTable({ quality }: { quality: Quality }): JSX.Element {
   const number = (value: number | null | undefined) => (value === null || value === undefined ? "–" : format(value));
   const estimate = (key: "before" | "after", title: string): Column<(typeof quality.rows)[number]> => ({
     key,
@@ -220,7 +225,7 @@ function QualityTable({ quality }: { quality: SurgeryResult["proof"]["quality"] 
       caption={t("prune.quality", { texts: quality.texts })}
       rows={quality.rows}
       columns={[
-        { key: "name", title: t("prune.quality", { texts: quality.texts }), value: (row) => row.name },
+        { key: "name", title: t("prune.quality", { texts: quality.texts }), value: (row) => say(row.name) },
         estimate("before", t("prune.before")),
         estimate("after", t("prune.after")),
         { key: "change", title: `${t("prune.change")}, ${t("interval")}`, numeric: true, value: (row) => row.change?.value ?? NaN, cell: (row) => (row.change ? `${number(row.change.low)} … ${number(row.change.high)}` : "–") },
@@ -247,9 +252,9 @@ function SpeedTable({ phases }: { phases: SurgeryResult["proof"]["speeds"]["phas
       caption={t("prune.speed")}
       rows={phases}
       columns={[
-        { key: "phase", title: t("prune.speed"), value: (row) => row.phase },
+        { key: "phase", title: t("prune.speed"), value: (row) => say(row.phase) },
         { key: "speedup", title: t("prune.speedup"), numeric: true, value: (row) => row.speedup, cell: (row) => (row.verdict.startsWith("too few") ? "–" : format(row.speedup)) },
-        { key: "verdict", title: t("prune.verdict"), value: (row) => row.verdict },
+        { key: "verdict", title: t("prune.verdict"), value: (row) => say(row.verdict) },
       ]}
     />
   );

@@ -1,19 +1,23 @@
 // Similarity: distances between heads, clusters below a threshold, and a proposal which heads could go.
 
-import { signal, useSignal } from "@preact/signals";
+import { batch, signal, useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect } from "preact/hooks";
 import { setAblated } from "../actions";
-import { Heatmap, Panel, Select, TableButton, type Column } from "../components/basics";
+import { Heatmap, Panel, Segmented, Select, TableButton, type Column } from "../components/basics";
 import { Badge } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
 import { Dendrogram } from "../components/dendrogram";
-import { format, t } from "../i18n";
+import { format, say, t } from "../i18n";
 import { classesOf, doc, firstHeads, headCount, headName, isAblated, job, runJob, scale, screen, selectedHead, selectedSite, selectHead, showsTable, source } from "../state";
 import type { Message } from "../source";
-import { between, urlSignal } from "../url_state";
+import { between, oneOf, urlSignal } from "../url_state";
+
+const BASES = ["attention", "outputs", "circuits"] as const;
+type Basis = (typeof BASES)[number];
 
 interface Group {
+  by: Basis;
   streams: [string, string];
   heads: [number, number][];
   threshold: number;
@@ -55,8 +59,10 @@ function representative(members: number[], group: Group): number {
 const LEAST_TEXTS = 2; // the intervals are over texts
 const MAX_UNASKED = 256; // heads; the comparison of more waits for the button
 
-/** The last comparison, which stays while other screens are open. */
+/** The last comparison, which stays while other screens are open, and what was left out of it. */
 const groups = signal<Group[]>([]);
+const notes = signal<string[]>([]);
+const basis = urlSignal<Basis>("by", "attention", oneOf(BASES));
 const cut = urlSignal<number | null>("cut", null, (text) => (text === "" ? null : between(0, 1e9)(text)));
 const texts = signal<string | null>(null);
 
@@ -73,6 +79,15 @@ async function compare(): Promise<void> {
   if (!result) return;
   if (groups.value.length) cut.value = null; // the first comparison keeps the cut of the address
   groups.value = readGroups(result);
+  notes.value = result.fields["notes"];
+}
+
+/** Compare heads by something else; the cut of one kind of distance means nothing for another. */
+function chooseBasis(next: Basis): void {
+  batch(() => {
+    basis.value = next;
+    cut.value = null;
+  });
 }
 
 export function SimilarityScreen(): JSX.Element {
@@ -83,25 +98,33 @@ export function SimilarityScreen(): JSX.Element {
     void compare();
     return () => job.value?.kind === "similarity" && !groups.value.length && job.value.abort.abort(); // others need the model
   }, []);
-  const group = groups.value[Number(chosen.value)];
+  const alike = groups.value.filter(({ by }) => by === basis.value);
+  const group = alike[Number(chosen.value)] ?? alike[0];
   return (
     <>
       <div class="toolbar">
         <h1>{t("similar.title")}</h1>
-        <span class="t3">{t("similar.hint")}</span>
+        {!group && <span class="t3">{t("similar.hint")}</span>}
         <span class="grow" />
-        {groups.value.length > 1 && (
+        <Segmented label={t("similar.by")} value={basis.value} options={BASES.map((name) => [name, t(`similar.by.${name}`)] as const)} onChange={chooseBasis} />
+        {alike.length > 1 && basis.value !== "circuits" && (
           <Select
             label={t("tokens.label")}
             value={chosen.value}
-            options={groups.value.map((item, number) => [String(number), item.streams.join(" → ")] as const)}
+            options={alike.map((item, number) => [String(number), item.streams.map(say).join(" → ")] as const)}
             onChange={(value) => (chosen.value = value)}
           />
         )}
         {group && <TableButton />}
       </div>
       {group && <GroupView group={group} threshold={cut.value ?? group.threshold} onCut={(value) => (cut.value = value)} />}
-      {canCompare ? <TextsPanel isOpen={!group} /> : <p class="t3">{t("state.needsModel")}</p>}
+      {groups.value.length > 0 && !group && <p class="note">{t("similar.none")}</p>}
+      {notes.value.map((note) => (
+        <p key={note} class="t3 sm">
+          {say(note)}
+        </p>
+      ))}
+      {canCompare ? <TextsPanel isOpen={!groups.value.length} /> : <p class="t3">{t("state.needsModel")}</p>}
     </>
   );
 }
@@ -145,6 +168,7 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
   });
   const shared = [...members.values()].filter((heads) => heads.length > 1).sort((a, b) => b.length - a.length);
   const name = (head: number) => headName(...group.heads[head]!);
+  const matrix = t("similar.matrix", { most: format(most), unit: t(`similar.unit.${group.by}`) });
   const propose = (next: "lab" | "prune") => {
     const removed = shared.flatMap((heads) => heads.filter((head) => head !== representative(heads, group)));
     const added = removed.map((head) => group.heads[head]!).filter(([site, head]) => !isAblated(site, head));
@@ -153,7 +177,7 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
   };
   return (
     <div class="stack similar">
-      <p>{group.sentence}</p>
+      {group.by === "attention" ? <Findings text={say(group.sentence)} /> : <p>{t(`similar.about.${group.by}`, { count })}</p>}
       <div class="toolbar">
         <label class="picker range">
           <span>
@@ -161,7 +185,7 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
           </span>
           <input type="range" min="0" max={most} step={most / 200} value={threshold} onInput={(event) => onCut(Number(event.currentTarget.value))} />
         </label>
-        <span class="t2">{t("similar.clusters", { count: members.size, chance: group.clustersByChance })}</span>
+        <span class="t2">{t(group.by === "attention" ? "similar.clusters" : "similar.clustersOnly", { count: members.size, chance: group.clustersByChance })}</span>
         <span class="grow" />
         <button class="btn" type="button" aria-disabled={!shared.length} onClick={() => shared.length && propose("lab")}>
           {t("similar.propose")}
@@ -170,17 +194,29 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
           {t("similar.prune")}
         </button>
       </div>
-      <Panel title={t("tree.title")} footer={<span class="t3 sm">{t("tree.hint")}</span>}>
-        <Dendrogram heads={group.heads} merges={group.merges} threshold={threshold} name={name} onCut={onCut} />
-      </Panel>
-      {showsTable.value ? (
-        <Panel>
-          <NeighbourTable group={group} clusters={clusters} name={name} />
+      {!showsTable.value && (
+        <Panel title={t("tree.title")} footer={<span class="t3 sm">{t("tree.hint")}</span>}>
+          <Dendrogram heads={group.heads} merges={group.merges} threshold={threshold} unit={t(`similar.unit.${group.by}`)} name={name} onCut={onCut} />
         </Panel>
+      )}
+      {showsTable.value ? (
+        <>
+          <Panel>
+            <NeighbourTable group={group} clusters={clusters} name={name} />
+          </Panel>
+          <div class="two">
+            <Panel title={t("tree.title")}>
+              <DistanceTable caption={t("tree.title")} pairs={mergePairs(group.merges)} name={name} />
+            </Panel>
+            <Panel title={t("similar.pairs")}>
+              <DistanceTable caption={t("similar.pairs")} pairs={headPairs(group)} name={name} />
+            </Panel>
+          </div>
+        </>
       ) : (
         <div class="two">
-          <Panel title={t("similar.matrix", { most: format(most) })}>
-            <Heatmap class="bigthumb" image={{ data: pixels, rows: count, columns: count }} scale={scale.value} label={t("similar.matrix", { most: format(most) })} />
+          <Panel title={matrix}>
+            <Heatmap class="bigthumb" image={{ data: pixels, rows: count, columns: count }} scale={scale.value} label={matrix} />
           </Panel>
           <Panel title={t("similar.map")}>
             <Points group={group} name={name} />
@@ -199,6 +235,44 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
         />
       </Panel>
     </div>
+  );
+}
+
+/** What was found: the verdict, and all numbers when they are asked for. */
+function Findings({ text }: { text: string }): JSX.Element {
+  const end = text.search(/[.。](?!\d)/) + 1;
+  return (
+    <details class="findings">
+      <summary>{text.slice(0, end)}</summary>
+      <p>{text.slice(end).trim()}</p>
+    </details>
+  );
+}
+
+type Pair = readonly [one: number, other: number, distance: number];
+
+/** The merges of the tree: the first head of each of two clusters, and the distance at which they are joined. */
+function mergePairs(merges: Float32Array): Pair[] {
+  return Array.from({ length: merges.length / 3 }, (_, row) => [merges[row * 3]!, merges[row * 3 + 1]!, merges[row * 3 + 2]!]);
+}
+
+/** All pairs of heads, the nearest first. */
+function headPairs({ heads, distances }: Group): Pair[] {
+  const pairs = heads.flatMap((_, one) => heads.slice(one + 1).map((_, place): Pair => [one, one + 1 + place, distances[one * heads.length + one + 1 + place]!]));
+  return pairs.sort((a, b) => a[2] - b[2]);
+}
+
+function DistanceTable({ caption, pairs, name }: { caption: string; pairs: Pair[]; name: (head: number) => string }): JSX.Element {
+  return (
+    <DataTable
+      caption={caption}
+      rows={pairs}
+      columns={[
+        { key: "one", title: t("head"), value: ([one]) => name(one) },
+        { key: "other", title: t("similar.other"), value: ([, other]) => name(other) },
+        { key: "distance", title: t("similar.distance"), numeric: true, value: (pair) => pair[2], cell: (pair) => format(pair[2]) },
+      ]}
+    />
   );
 }
 

@@ -107,7 +107,7 @@ function Dials({ step, row }: { step: Step; row: number }): JSX.Element {
           const longest = Math.max(...arms.map(({ x, y }) => Math.hypot(x, y)), 1e-9);
           return (
             <div key={a}>
-              <svg viewBox="0 0 96 96" role="img" aria-label={`${a}, ${b}: ${t("steps.turn", { angle: exact(angle) })}`}>
+              <svg viewBox="0 0 96 96" role="img" aria-label={`${a}, ${b}: ${t("steps.turn", { angle: Number(angle.toPrecision(5)) })}`}>
                 <circle cx="48" cy="48" r="40" />
                 <path class="axes" d="M8 48h80M48 8v80" />
                 {arms.map(({ side, isBefore, x, y }) => (
@@ -117,7 +117,7 @@ function Dials({ step, row }: { step: Step; row: number }): JSX.Element {
               <span>
                 {a}, {b}
               </span>
-              <span>{t("steps.turn", { angle: exact(angle) })}</span>
+              <span>{t("steps.turn", { angle: Number(angle.toPrecision(5)) })}</span>
             </div>
           );
         })}

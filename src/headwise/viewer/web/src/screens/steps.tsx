@@ -7,7 +7,7 @@ import { ErrorNote, Panel, TableButton } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import type { Pointing } from "../components/number_cells";
 import { streamWords, visibleToken } from "../components/tokens";
-import { t, type TextKey } from "../i18n";
+import { say, t, type TextKey } from "../i18n";
 import { doc, headName, selectedHead, selectedKey, selectedSite, selectedStep, selectedToken, showsTable, site, source, toPageError } from "../state";
 import type { PageError } from "../source";
 import { exact, explain, isByKey, lastWeights, readSteps, shortTitle, stepTitle, vector, type Place, type Step, type Steps } from "./step_data";
@@ -64,7 +64,7 @@ function Toolbar({ steps }: { steps: Steps | null }): JSX.Element {
           <span class="nw">
             {t("steps.query")} <b class="mono b">{visibleToken(words[steps.query] ?? "")}</b> <span class="t3">{t("steps.position", { number: steps.query })}</span>
           </span>
-          <span class={`tag ${steps.origin === "model" ? "ok" : ""}`} title={steps.note}>
+          <span class={`tag ${steps.origin === "model" ? "ok" : ""}`} title={say(steps.note)}>
             {t(steps.origin === "model" ? "steps.ofModel" : "steps.ofTrace")}
           </span>
         </span>
@@ -92,7 +92,7 @@ function StepsView({ steps, pointing }: { steps: Steps; pointing: Pointing }): J
               <span class="n">{number + 1}</span>
               <div>
                 <h2>{stepTitle(step)}</h2>
-                <p class="formula">{step.formula}</p>
+                <p class="formula">{say(step.formula)}</p>
                 {step.part && <p class="xs t3 mono">{step.part}</p>}
               </div>
               <div class="out">
@@ -235,7 +235,7 @@ function StepTable({ steps, step }: { steps: Steps; step: Step }): JSX.Element {
         { key: "number", title: t("steps.number"), numeric: true, value: (row: NumberRow) => row.number },
         { key: "name", title: isByKey(step) ? t("steps.key") : step.name === "norm" ? "n" : "", value: (row: NumberRow) => row.name },
         { key: "value", title: t("steps.value"), numeric: true, value: (row: NumberRow) => row.value, cell: (row: NumberRow) => exact(row.value) },
-        { key: "rule", title: t("steps.formula"), value: (row: NumberRow) => row.rule, cell: (row: NumberRow) => <span class="mono">{row.rule}</span> },
+        { key: "rule", title: t("steps.formula"), value: (row: NumberRow) => row.rule, cell: (row: NumberRow) => <span class="mono">{say(row.rule)}</span> },
       ]}
     />
   );
@@ -249,12 +249,12 @@ function Missing({ steps }: { steps: Steps }): JSX.Element | null {
   for (const [name, reason] of entries) byReason.set(reason, [...(byReason.get(reason) ?? []), t(`step.${name}` as TextKey)]);
   return (
     <Panel {...(entries.length ? { title: t("steps.missing") } : {})} class="missing-steps">
-      {steps.note && <p class="t2">{steps.note}</p>}
+      {steps.note && <p class="t2">{say(steps.note)}</p>}
       <dl class="missing sm">
         {[...byReason].map(([reason, names]) => (
           <div key={reason}>
             <dt>{names.join(", ")}</dt>
-            <dd>{reason}</dd>
+            <dd>{say(reason)}</dd>
           </div>
         ))}
       </dl>

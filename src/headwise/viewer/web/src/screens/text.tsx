@@ -6,7 +6,8 @@ import type { JSX } from "preact";
 import { useEffect, useMemo, useRef } from "preact/hooks";
 import { generateText } from "../actions";
 import { cssRamp, rampPosition, themeVersion } from "../canvas/colors";
-import { ErrorNote, Panel, Segmented, Select } from "../components/basics";
+import { ErrorNote, Panel, Segmented, Select, TableButton } from "../components/basics";
+import { DataTable } from "../components/data_table";
 import { StrongestPairs } from "../components/token_lines";
 import { MAX_CELLS, type TileState } from "../components/head_data";
 import { isSpecial, streamWords, visibleToken } from "../components/tokens";
@@ -14,7 +15,7 @@ import { fetchAggregateTile, fetchAggregateWeights, fetchCombinedTile, fetchWeig
 import { MOST_LINES, VoiceLines } from "../components/voice_lines";
 import { format, t, type TextKey } from "../i18n";
 import type { Site } from "../source";
-import { addedTokens, aggregate, AGGREGATES, combination, COMBINATIONS, doc, excludedTokens, generation, headName, job, scale, secondHead, selectedSite, selectedToken, site, sites, source, textMode, toPageError } from "../state";
+import { addedTokens, aggregate, AGGREGATES, combination, COMBINATIONS, doc, excludedTokens, generation, headName, job, scale, secondHead, selectedSite, selectedToken, showsTable, site, sites, source, textMode, toPageError } from "../state";
 import type { PageError } from "../source";
 
 const LISTED = 6; // keys and queries in the lists
@@ -171,6 +172,7 @@ function Toolbar(): JSX.Element {
       )}
       <span class="grow" />
       <span class="sm t3 hide-s">{selectedToken.value !== null ? t("text.locked", { number: selectedToken.value }) : textMode.value === "set" && !otherHeads().length ? t("text.setHint") : t(textMode.value === "two" ? "text.twoHint" : textMode.value === "all" && aggregate.value === "rollout.layer" ? "text.rolloutHint" : "text.hint")}</span>
+      <TableButton />
     </div>
   );
 }
@@ -184,6 +186,7 @@ function TextBody(props: { item: Site; shown: Shown; pointed: { stream: string; 
   const isTwo = groups.length > 1;
   const isShort = Math.max(item.numQueries, item.numKeys) <= MOST_LINES;
   const [keyWords, queryWords] = [streamWords(item.keyStream), streamWords(item.queryStream)];
+  if (showsTable.value) return <WeightTables item={item} shown={shown} place={place} />;
   return (
     <>
       <div class={streams.length > 1 ? "two" : ""}>
@@ -225,6 +228,34 @@ function TextBody(props: { item: Site; shown: Shown; pointed: { stream: string; 
         )}
       </div>
     </>
+  );
+}
+
+/** The weights behind the chips and the lines: of the pointed query on every key, of every query on the pointed key, and pairs. */
+function WeightTables({ item, shown, place }: { item: Site; shown: Shown; place: ReturnType<typeof readPlace> | null }): JSX.Element {
+  const table = (caption: string, stream: string, values: Float32Array | null) =>
+    values && (
+      <Panel title={caption}>
+        <DataTable
+          caption={caption}
+          rows={Array.from(values, (weight, index) => ({ index, weight }))}
+          sort="weight"
+          columns={[
+            { key: "token", title: t("lab.token"), value: ({ index }) => `${index} ${visibleToken(streamWords(stream)[index] ?? "")}` },
+            { key: "weight", title: t("weight"), numeric: true, value: ({ weight }) => weight, cell: ({ weight }) => weight.toPrecision(4) },
+          ]}
+        />
+      </Panel>
+    );
+  const name = (stream: string, index: number | null) => visibleToken(streamWords(stream)[index ?? -1] ?? "");
+  return (
+    <div class="two">
+      {shown.weights.map(({ to, from }) => [
+        table(t("text.toOf", { token: name(item.queryStream, place?.query ?? null) }), item.keyStream, place?.query === null ? null : to),
+        table(t("text.fromOf", { token: name(item.keyStream, place?.key ?? null) }), item.queryStream, place?.key === null ? null : from),
+      ])}
+      <PairPanels item={item} tiles={shown.tiles} />
+    </div>
   );
 }
 
@@ -337,7 +368,7 @@ function useChipHandlers({ stream, canKeep, onHover }: { stream: string; canKeep
   };
 }
 
-const SHADES = 64; // steps of the colours of chips, so that weights that look the same write nothing
+const SHADES = 32; // steps of the colours of chips, so that weights that look the same write nothing
 
 /** Colour the chips by their weights, and mark the pointed one; chips that stay the same are not touched. */
 function useShades(box: { current: HTMLDivElement | null }, props: { upper: Float32Array | null; lower: Float32Array | null; isTwo: boolean; pointed: number | null }, words: string[]): void {
@@ -348,7 +379,12 @@ function useShades(box: { current: HTMLDivElement | null }, props: { upper: Floa
     const chips = box.current?.children ?? [];
     const key = `${version} ${isTwo}`;
     const last = drawn.current?.key === key && drawn.current.words === words ? drawn.current.steps : null;
-    const read = (weights: Float32Array | null) => Uint8Array.from(words, (_, index) => Math.ceil(rampPosition(weights?.[index] ?? 0, scale.value) * SHADES));
+    const ramp = scale.value;
+    const read = (weights: Float32Array | null) => {
+      const found = new Uint8Array(words.length);
+      if (weights) for (let index = 0; index < found.length; index++) found[index] = Math.round(rampPosition(weights[index]!, ramp) * SHADES);
+      return found;
+    };
     const steps: [Uint8Array, Uint8Array] = [read(upper), read(lower)];
     const shade = (step: number, hue: string) => {
       if (!step) return "transparent";

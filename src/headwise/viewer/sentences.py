@@ -1,0 +1,124 @@
+"""Translations of the sentences that the library and the server write: errors, warnings, reasons, notes and progress.
+
+The page asks for the translation of the sentences that it shows; an exported file holds those of what it shows. The
+catalogue `sentences_zh.toml` has one entry for each sentence, or for the part of it before or after "; " or ". ", with
+`{}` in the place of every value.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CATALOGUE = Path(__file__).with_name("sentences_zh.toml")
+# Fields of answers whose strings are sentences; other strings are names, tokens and texts of the user.
+FIELDS = frozenset(["capture", "evidence", "missing", "note", "notes", "reason", "skipped", "warnings"])
+MAX_SENTENCE = 2_000  # characters; longer ones stay as they are
+MAX_SENTENCES = 500  # that one request may ask for
+# Where a sentence is divided, and what joins the translated parts.
+SEPARATORS = ((". ", "\u3002"), ("; ", "\uff1b"), (": ", "\uff1a"), (", ", "\uff0c"), (" and ", "\u548c"))
+
+
+class Template(NamedTuple):
+    """A sentence with values: the texts around its values, and its translation."""
+
+    literals: tuple[str, ...]
+    translation: str
+
+    def match(self, sentence: str) -> list[str] | None:
+        """The values in a sentence of this form; None for another sentence.
+
+        >>> Template(("use a text of ", " tokens"), "").match("use a text of 8 tokens")
+        ['8']
+        """
+        first, *inner, last = self.literals
+        begin, end = len(first), len(sentence) - len(last)
+        if begin > end or not (sentence.startswith(first) and sentence.endswith(last)):
+            return None
+        values: list[str] = []
+        for literal in inner:
+            place = sentence.find(literal, begin, end)
+            if place < 0:
+                return None
+            values.append(sentence[begin:place])
+            begin = place + len(literal)
+        return [*values, sentence[begin:end]]
+
+
+@cache
+def read_catalogue() -> dict[str, str]:
+    """All sentences of the catalogue with their translations."""
+    sections = tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))
+    return {sentence: text for section in sections.values() for sentence, text in section.items()}
+
+
+@cache
+def _templates() -> tuple[Template, ...]:
+    """The sentences with values, those with most text of their own first."""
+    found = [Template(tuple(key.split("{}")), text) for key, text in read_catalogue().items() if "{}" in key]
+    return tuple(sorted(found, key=lambda template: -sum(map(len, template.literals))))
+
+
+@lru_cache(maxsize=4096)
+def translate(sentence: str) -> str | None:
+    """A sentence in Chinese; None if the catalogue has neither it nor all of its parts.
+
+    >>> translate("the text is empty")
+    '文本为空'
+    >>> translate("The cat sat on the mat.")
+    """
+    if len(sentence) > MAX_SENTENCE:
+        return None
+    if sentence.endswith("."):
+        text = translate(sentence[:-1])
+        return None if text is None else f"{text}。"
+    lower = sentence[:1].lower() + sentence[1:]
+    return _translate_whole(sentence) or (translate(lower) if lower != sentence else None) or _by_parts(sentence)
+
+
+def _translate_whole(sentence: str) -> str | None:
+    if text := read_catalogue().get(sentence):
+        return text
+    for template in _templates():
+        values = template.match(sentence)
+        if values is not None and not any(". " in value or "; " in value for value in values):
+            return template.translation.format(*(translate(value) or value for value in values))
+    return None
+
+
+def _by_parts(sentence: str) -> str | None:
+    """The translation of a sentence by that of its parts; names, which have no space, stay as they are."""
+    for separator, joint in SEPARATORS:
+        parts = sentence.split(separator)
+        if len(parts) > 1:
+            texts = [translate(part) for part in parts]
+            names = [text is None and " " not in part for part, text in zip(parts, texts, strict=True)]
+            if any(texts) and all(text or is_name for text, is_name in zip(texts, names, strict=True)):
+                return joint.join(text or part for part, text in zip(parts, texts, strict=True))
+    return None
+
+
+def translate_all(sentences: Iterable[str]) -> dict[str, str]:
+    """The translations that there are, by sentence."""
+    found = {sentence: translate(sentence) for sentence in sentences}
+    return {sentence: text for sentence, text in found.items() if text is not None}
+
+
+def iter_sentences(answer: Any, is_sentence: bool = False) -> Iterator[str]:
+    """All strings in those fields of an answer that hold sentences.
+
+    >>> list(iter_sentences({"name": "a", "warnings": ["b"], "sites": [{"reason": "c"}]}))
+    ['b', 'c']
+    """
+    if isinstance(answer, str):
+        if is_sentence and answer:
+            yield answer
+    elif isinstance(answer, Mapping):
+        for name, part in answer.items():
+            yield from iter_sentences(part, is_sentence or name in FIELDS)
+    elif isinstance(answer, (list, tuple)):
+        for part in answer:
+            yield from iter_sentences(part, is_sentence)
