@@ -30,6 +30,7 @@ from torch.utils.flop_counter import register_flop_formula
 from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
 from .kernel_args import ParallelKernelArgs, StridedArg, TableArg, TensorArg
 from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet, round_up_to_simd
+from .operand_checks import check_flash_operands, check_gathered_operands
 
 QUERIES_PER_CHUNK = 128
 
@@ -185,6 +186,7 @@ def gathered_attention(
     those of the backward pass, as `FlashAttentionArgs` describes them. `num_pairs` is the number of
     query-key pairs computed, which only the FLOP counter uses.
     """
+    check_gathered_operands((q, k, v), tables[:3], QUERY_TILE_ROWS)
     return [*run_forward(q, k, v, tables, scale, q.new_zeros)]
 
 
@@ -193,6 +195,7 @@ def gathered_attention_backward(
     grad: Tensor, tensors: list[Tensor], tables: list[Tensor], scale: float, num_pairs: int
 ) -> list[Tensor]:
     """Return the gradients of q, k and v; `tensors` holds q, k, v, the output and the log-sum-exp."""
+    check_gathered_operands((*tensors, grad), [*tables[:2], tables[3]])
     return [*run_backward(grad, tensors, tables, scale, tensors[0].new_zeros)]
 
 
@@ -487,6 +490,7 @@ def _flash_forward_op(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, ahead: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of the scores, [B, T, H]."""
+    check_flash_operands((q, k, v), ends)
     if not FLASH_ATTENTION_KERNELS.is_usable(q.dtype):
         return attend_key_ranges_reference(q, k, v, ends, ahead, scale)
     q, k, v = make_contiguous(q, k, v)
@@ -502,6 +506,7 @@ def _flash_backward_op(
     grad: Tensor, tensors: list[Tensor], ends: Tensor | None, ahead: int | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; `tensors` holds q, k, v, the output and the log-sum-exp."""
+    check_flash_operands((*tensors, grad), ends)
     if not FLASH_ATTENTION_KERNELS.is_usable(grad.dtype):
         return attend_key_ranges_backward_reference(grad, tensors, ends, ahead, scale)
     q, k, v, o, lse = tensors

@@ -34,6 +34,7 @@ from .kernel_args import (
     matrix_table,
 )
 from .launch import SIMD_WIDTH, KernelSet
+from .operand_checks import OperandChecks, refuse_operands
 
 GEMV_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 GEMV_TILE_SIZE = 4  # rows, and tokens, of one tile of products
@@ -57,6 +58,7 @@ GEMV_KERNELS = KernelSet("small_batch_kernels", GEMV_DTYPES, gemv=("run_gemv", G
 # --- The operation `headwise::small_batch_matmul` --------------------------------------------------------------------
 
 BLOCKS_PER_THREAD, MAX_BLOCK_BYTES = 2, 2**19  # minimum number of blocks per thread; maximum bytes of a block
+GEMV_CHECKS = OperandChecks("small_batch_matmul", x="float32 bfloat16: M K", matrix="* K")
 
 
 def multiply_small_batch(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
@@ -79,8 +81,15 @@ def _small_batch_matmul_op(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
 
 
 def _launch_gemv(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    for matrix in matrices:
+        GEMV_CHECKS.check(x_MK, matrix)
+        if not matrix.is_contiguous():
+            refuse_operands("small_batch_matmul", f"a matrix has strides {matrix.stride()}", "make it contiguous")
     x_MK, (num_tokens, width) = x_MK.contiguous(), x_MK.shape
     table = matrix_table(matrices)
+    if width % SIMD_WIDTH or not width or not sum(table[1::2]):
+        fact = f"{len(matrices)} matrices have {sum(table[1::2])} rows of {width} channels"
+        refuse_operands("small_batch_matmul", fact, f"give at least one row and a multiple of {SIMD_WIDTH} channels")
     num_rows, scratch_bytes, threads = sum(table[1::2]), 4 * num_tokens * width, launch.max_threads()
     rows_per_block = _rows_per_block(num_rows, width * x_MK.itemsize, threads)
     num_blocks = sum([-(-num_rows_of_matrix // rows_per_block) for num_rows_of_matrix in table[1::2]])
@@ -195,6 +204,12 @@ SMALL_BATCH_KERNELS = KernelSet(
     silu_and_multiply=("silu_and_multiply_kernel", SiluArgs),
     scale_to_float32=("scale_to_float32_kernel", ScaleArgs),
 )
+RMS_NORM_CHECKS = OperandChecks("rms_norm", x="float32 bfloat16: R C", weight="C?")
+ROTARY_CHECKS = OperandChecks(
+    "apply_rotary", x="float32 bfloat16: B T H K", position="int64: 1|B T", frequency="float64: P"
+)
+SILU_CHECKS = OperandChecks("silu_and_multiply", gate="float32 bfloat16: R C", up="R C")
+SCALE_CHECKS = OperandChecks("scale_to_float32", x="float32 bfloat16: * * *")
 
 
 def is_small_batch(x: Tensor, *others: Tensor) -> bool:
@@ -222,6 +237,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) 
     [2.0, 2.0]
     """
     x, width = x.contiguous(), x.shape[-1]
+    RMS_NORM_CHECKS.check(x.view(-1, width), weight)
     y = torch.empty_like(x)
     args = RmsNormArgs.make(x=x, y=y, weight=weight, rows=x.numel() // width, width=width, eps=eps, offset=offset)
     SMALL_BATCH_KERNELS.run("rms_norm", x.dtype, args)
@@ -238,7 +254,11 @@ def apply_rotary(x_BTHK: Tensor, position_BT: Tensor, frequency: Tensor, attenti
     ... )[0, 0, 0, ::16].tolist()
     [-2.0, -2.0]
     """
+    ROTARY_CHECKS.check(x_BTHK, position_BT, frequency)
     (batch, tokens, heads, width), pairs = x_BTHK.shape, frequency.numel()
+    if 2 * pairs > width or width % SIMD_WIDTH or pairs % SIMD_WIDTH or x_BTHK.stride(3) != 1:
+        fact = f"{pairs} pairs rotate {width} channels with stride {x_BTHK.stride(3)}"
+        refuse_operands("apply_rotary", fact, f"give multiples of {SIMD_WIDTH}, at most half as many pairs, stride 1")
     y = x_BTHK.new_empty(x_BTHK.shape)
     batch_stride, token_stride, head_stride, _ = x_BTHK.stride()
     args = RotaryArgs.make(
@@ -269,6 +289,7 @@ def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
     200.0
     """
     gate, up = _flatten_rows(gate), _flatten_rows(up)
+    SILU_CHECKS.check(gate, up)
     y, (rows, width), itemsize = gate.new_empty(gate.shape), gate.shape, gate.itemsize
     args = SiluArgs.make(
         gate=gate,
@@ -289,6 +310,7 @@ def scale_to_float32(x_BHK: Tensor, factor: float) -> Tensor:
     >>> scale_to_float32(torch.ones(1, 1, 16, dtype=torch.bfloat16), 0.1)[0, 0, 0].item()
     0.100...
     """
+    SCALE_CHECKS.check(x_BHK)
     x = x_BHK.contiguous()
     y = x.new_empty(x.shape, dtype=torch.float32)
     SMALL_BATCH_KERNELS.run("scale_to_float32", x.dtype, ScaleArgs.make(x=x, y=y, count=x.numel(), factor=factor))
