@@ -16,11 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import headwise.kernels.head_mixing
-import headwise.kernels.row_normalisers
-import headwise.kernels.varlen_attention
-from headwise.kernels import PagedDecodeOptions, attend_paged, flash_attention, multiply_small_batch, small_batch_ops
+from headwise.kernels import (
+    PagedDecodeOptions,
+    attend_paged,
+    flash_attention,
+    head_mixing,
+    multiply_small_batch,
+    row_normalisers,
+    small_batch_ops,
+    varlen_attention,
+)
 
+REGISTERED_BY = (flash_attention, head_mixing, row_normalisers, varlen_attention)  # importing them registers operations
 OPS = torch.ops.headwise
 FAR = 2**40  # an index far outside
 
@@ -230,7 +237,7 @@ def make_bad_operands(call: Call, name: str) -> Iterator[tuple[str, Tensor]]:
         yield "dtype", tensor.to(OTHER_DTYPES.get(tensor.dtype, torch.float32))
         yield "complex", tensor.to(torch.complex64)
     yield "sparse", tensor.to_sparse()
-    if not (name == "heads"):  # a list of numbers to the operation
+    if name != "heads":  # a list of numbers to the operation
         yield "no memory", release_memory(tensor)
         yield "short memory", shorten_memory(tensor)
     if name in call.tables:
