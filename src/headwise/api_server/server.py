@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from ..generation.text_output import load_tokenizers
+from ..limits import parse_json
 from ..serving import Engine
 from ..viewer.http_security import ASGIApp, Message, Receive, Send, allowed_hosts, is_loopback
 from ..viewer.server import open_socket
@@ -186,10 +186,7 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 def _read_json(raw: bytes) -> Mapping[str, Any]:
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError):
-        raise ValueError('the body is not JSON; send {"prompt": "Once upon a time"}') from None
+    body = parse_json("the body", raw, 'send {"prompt": "Once upon a time"}')
     if not isinstance(body, dict):
         raise ValueError(f"the body is a {type(body).__name__}, not a JSON object")
     return body

@@ -21,6 +21,7 @@ from ..interfaces import (
     Similarity,
 )
 from ..interfaces.core_types import CoreShape, Param, Phase
+from ..limits import MAX_WIDTH, check_size
 from ..masking.patterns import Causal, Full, Pattern
 from .heads import HEAD_MAPS, Heads
 
@@ -61,6 +62,7 @@ class AttentionSpec:
                 or (name == "source" and size is None)
             ):
                 raise SpecError(f"{name}={size!r} is not a width; give an integer of at least 1")
+            check_size(name, size or 1, MAX_WIDTH)
         for name, kind in {"heads": Heads, **SLOTS}.items():
             _check_type(name, getattr(self, name), kind)
         if not isinstance(self.modifiers, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance] - users err
