@@ -31,7 +31,7 @@ def show_int(value: int) -> str:
     if abs(value) < 10**MAX_SHOWN_DIGITS:
         return str(value)
     bits = abs(value).bit_length()
-    digits = len(str(abs(value))) if bits < 10_000 else bits * 30103 // 100_000 + 1
+    digits = len(str(abs(value))) if bits < 14_000 else bits * 30103 // 100_000 + 1
     return f"a number of {digits} digits"
 
 

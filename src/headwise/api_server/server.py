@@ -43,7 +43,8 @@ class ApiServer:
     """Answers requests for completions with one model."""
 
     def __init__(self, model: ServedModel) -> None:
-        self.model, self.tokenizer = model, load_tokenizers(model.engine.net)[1]
+        source_tokenizer, self.tokenizer = load_tokenizers(model.engine.net)
+        self.model, self.tokenizer_process = model, source_tokenizer.isolate()
         self.num_outputs = 0  # that wait or run
         self.threads = ThreadPoolExecutor(MAX_OUTPUTS, thread_name_prefix="headwise-output")
 
@@ -119,15 +120,24 @@ class ApiServer:
             prompts, fields = read(body)
             if self.num_outputs + len(prompts) * fields.num_choices > MAX_OUTPUTS:
                 return JSONResponse(make_error("the server is busy; try again later", code="busy"), 429)
-            job = GenerationJob(self.model.engine, self.tokenizer, prompts, fields)
+            job = await self._start_job(prompts, fields)
         except (ValueError, OverflowError) as error:
             field = error.field if isinstance(error, FieldError) else None
             return JSONResponse(make_error(" ".join(str(error).split()), field=field), 400)
         form = AnswerFormat(self.model.name, is_chat=read == self._read_chat)
-        self.num_outputs += len(job.prompts)
         if fields.is_streamed:
             return StreamingResponse(self._stream(job, form), media_type="text/event-stream")
         return await self._wait(request, job, form)
+
+    async def _start_job(self, prompts: Sequence[Prompt], fields: GenerationFields) -> GenerationJob:
+        """Start a job in a thread, because a tokenizer may take its time, and count its outputs."""
+        num_outputs = len(prompts) * fields.num_choices
+        self.num_outputs += num_outputs
+        try:
+            return await asyncio.to_thread(GenerationJob, self.model.engine, self.tokenizer, prompts, fields)
+        except BaseException:
+            self.num_outputs -= num_outputs
+            raise
 
     async def _wait(self, request: Request, job: GenerationJob, form: AnswerFormat) -> Response:
         """The whole answer; a client that goes away ends its outputs."""
@@ -297,3 +307,4 @@ def serve(model: ServedModel, options: ServeOptions, on_start: Callable[[str], o
     finally:
         listener.close()
         server.threads.shutdown(wait=False, cancel_futures=True)
+        server.tokenizer_process.close()
