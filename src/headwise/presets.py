@@ -9,7 +9,6 @@ from typing import Any
 from .errors import SpecError, suggest
 from .interfaces import Merge, Modifier, Part, Project
 from .interfaces.part import field_defaults
-from .limits import MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, check_size
 from .masking.patterns import Full, parse_pattern
 from .parts.collaborative import Collaborative
 from .parts.concat import Concat
@@ -32,6 +31,7 @@ from .parts.sum_normaliser import Sum
 from .parts.talking_heads import TalkingHeads
 from .parts.value_projection import Values
 from .parts.weight_dropout import WeightDropout
+from .size_limits import MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, check_size
 from .spec.attention_spec import AttentionSpec
 from .spec.heads import Heads
 from .spec.serialization import from_json as _from_json, from_toml as _from_toml

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from ..errors import suggest
 from ..generation.decoding_config import DecodingConfig
-from ..limits import MAX_INTEGER, show_int
+from ..size_limits import MAX_INTEGER, show_int
 
 MAX_PROMPTS = 64
 MAX_CHOICES = 16

@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from ..generation.text_output import load_tokenizers
-from ..limits import parse_json
 from ..serving import Engine
+from ..size_limits import parse_json
 from ..viewer.http_security import ASGIApp, Message, Receive, Send, allowed_hosts, is_loopback
 from ..viewer.server import open_socket
 from .answers import AnswerFormat, event, make_error, make_usage

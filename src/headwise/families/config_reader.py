@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, cast
 
 from ..errors import SpecError, suggest
-from ..limits import MAX_HEAD_DIM, MAX_HEADS
 from ..model_spec import FeedForwardSpec, ModelSpec, OutputHeadSpec, StackSpec, to_dict
+from ..size_limits import MAX_HEAD_DIM, MAX_HEADS
 from ..spec.attention_spec import AttentionSpec
 
 REMOTE_CODE_KEYS = (

@@ -21,7 +21,7 @@ from typing import (
 )
 
 from ..errors import SpecError, suggest
-from ..limits import MAX_INTEGER, check_size
+from ..size_limits import MAX_INTEGER, check_size
 from .axis_layout import AxisLayout
 from .core_types import CallSize, CoreShape, Param, PartParams, SpecFactory, SymmetryGroup
 

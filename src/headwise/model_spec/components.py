@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 from ..errors import SpecError, suggest
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.part import CheckedDataclass
-from ..limits import MAX_WIDTH, check_size
+from ..size_limits import MAX_WIDTH, check_size
 
 # --- Processing of inputs and outputs ------------------------------------------------------------------
 

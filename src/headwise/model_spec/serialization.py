@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from ..errors import SpecError, suggest
 from ..interfaces.external_parts import ExternalPart, find_external_parts
-from ..limits import parse_json, parse_toml
+from ..size_limits import parse_json, parse_toml
 from ..spec import serialization
 from ..spec.attention_spec import AttentionSpec
 from .components import TOKENIZER_FIELDS, ProcessorSpec, SpecNode

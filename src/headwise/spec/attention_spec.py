@@ -21,8 +21,8 @@ from ..interfaces import (
     Similarity,
 )
 from ..interfaces.core_types import CoreShape, Param, Phase
-from ..limits import MAX_WIDTH, check_size
 from ..masking.patterns import Causal, Full, Pattern
+from ..size_limits import MAX_WIDTH, check_size
 from .heads import HEAD_MAPS, Heads
 
 P = TypeVar("P", bound=Part)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, cast
 
 from ..errors import SpecError
-from ..limits import MAX_HEAD_DIM, MAX_HEADS, check_size
+from ..size_limits import MAX_HEAD_DIM, MAX_HEADS, check_size
 
 # The fields of `Heads` that map heads to heads; empty ones stand for equal groups.
 HEAD_MAPS = ("kv_head_of_query", "value_heads", "score_head_of_output")

@@ -9,8 +9,8 @@ from typing import Any, NoReturn, cast
 
 from ..errors import SpecError, suggest
 from ..interfaces.part import field_defaults, find_class
-from ..limits import parse_json, parse_toml
 from ..masking import patterns
+from ..size_limits import parse_json, parse_toml
 from .attention_spec import SLOTS, AttentionSpec
 from .heads import HEAD_MAPS, Heads
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..errors import SpecError, suggest
-from ..limits import MAX_HEADS
 from ..model_spec import ModelSpec, to_json
 from ..models import Transformer
+from ..size_limits import MAX_HEADS
 from ..spec.attention_spec import AttentionSpec
 from ..traces.record_types import Record
 

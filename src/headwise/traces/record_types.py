@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, cast
 
 from ..errors import SpecError, suggest
-from ..limits import MAX_INTEGER, show_int
+from ..size_limits import MAX_INTEGER, show_int
 
 MISSING = object()
 FieldNames = Iterable[str]

@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import SpecError
 from ..files import write_atomically
-from ..limits import MAX_HEADS, MAX_INTEGER, MAX_TRACE_TOKENS, check_size, parse_json
 from ..output_paths import Existing, FileKind, check_output
+from ..size_limits import MAX_HEADS, MAX_INTEGER, MAX_TRACE_TOKENS, check_size, parse_json
 from .attention_record import PACKING_FORMS, Array, AttentionCallRecord, AttentionRecord, PackedMask, TokenRow
 from .attention_trace import Trace
 from .record_types import Record

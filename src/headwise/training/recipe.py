@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..distributed.parallelism import AUTO, Parallelism
 from ..errors import SpecError, suggest
 from ..interfaces.part import CheckedDataclass
-from ..limits import parse_toml
+from ..size_limits import parse_toml
 from ..spec.serialization import format_toml
 
 # --- Learning-rate schedules ---------------------------------------------------------------------------

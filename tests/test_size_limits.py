@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 import headwise as hw
-from headwise import families, limits, model_spec
+from headwise import families, model_spec, size_limits
 from headwise.surgery.pruning_plan import PruningPlan
 from headwise.training import recipe
 
@@ -81,15 +81,15 @@ def test_a_prime_batch_is_divided_without_counting():
 def test_nesting_is_counted_in_tables_and_lists(depth: int):
     text = '{"a": ' * (depth // 2) + "[" * (depth - depth // 2) + "]" * (depth - depth // 2) + "}" * (depth // 2)
     if depth == 64:
-        assert limits.parse_json("it", text, "") == json.loads(text)
+        assert size_limits.parse_json("it", text, "") == json.loads(text)
     else:
         with pytest.raises(hw.SpecError, match="nested too deeply"):
-            limits.parse_json("it", text, "")
+            size_limits.parse_json("it", text, "")
 
 
 @pytest.mark.parametrize("value", [10**19, 10**20, 10**4000, 10**6000, -(10**30)])
 def test_long_numbers_are_shown_by_their_length(value: int):
-    shown = limits.show_int(value)
+    shown = size_limits.show_int(value)
     assert len(shown) < 40
     if abs(value) >= 10**20:
         digits = int(shown.split()[3])
