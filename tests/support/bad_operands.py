@@ -256,11 +256,14 @@ def is_empty_span(name: str, spans: Tensor) -> bool:
     return name == "spans" and bool((spans[..., 1] >= spans[..., 2]).all())
 
 
+EQUAL_PROBLEMS = ("negative bit", "no numbers")
+
+
 def make_equal_operands(tensor: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield tensors that need the dispatcher, each with a plain tensor of the same numbers."""
     if tensor.dtype == torch.float32:
-        yield "negative bit", torch._neg_view(tensor), -tensor
-        yield "no numbers", torch._efficientzerotensor(tensor.shape), torch.zeros_like(tensor)
+        yield EQUAL_PROBLEMS[0], torch._neg_view(tensor), -tensor
+        yield EQUAL_PROBLEMS[1], torch._efficientzerotensor(tensor.shape), torch.zeros_like(tensor)
 
 
 def outcome_of(run: Callable[[], Any]) -> str:

@@ -166,7 +166,7 @@ def api_requests() -> st.SearchStrategy[Request]:
 
 
 def check_api_answer(client: TestClient, request: Request) -> int:
-    """Return the status; raises AssertionError if the server answers with an internal error, too late, or not in JSON."""
+    """Raise AssertionError if the server answers with an internal error, too late, or not in JSON."""
     with time_limit(MAX_REQUEST_SECONDS):
         answer = client.request(**request)
     assert answer.status_code < 500, (request, answer.text[:500])
