@@ -89,7 +89,10 @@ class OperandChecks:
             self._accepted.add(signature)
         for tensor in tensors:
             if tensor is not None and (
-                not tensor.is_cpu or tensor.is_neg() or tensor.untyped_storage().nbytes() < _end_in_storage(tensor)
+                not tensor.is_cpu
+                or tensor.is_neg()
+                or tensor._is_zerotensor()
+                or tensor.untyped_storage().nbytes() < _end_in_storage(tensor)
             ):
                 self._refuse_memory(tensors)
 
@@ -113,11 +116,9 @@ class OperandChecks:
             if tensor is None:
                 continue
             name = f"{operand.name} {list(tensor.shape)}"
-            if not tensor.is_cpu or tensor.is_neg():
-                bit = " with the negative bit" if tensor.is_neg() else ""
-                refuse_operands(
-                    self.operation, f"{name} is on {tensor.device}{bit}", "give resolve_neg() of a CPU tensor"
-                )
+            if not tensor.is_cpu or tensor.is_neg() or tensor._is_zerotensor():
+                bit = " with the negative bit" if tensor.is_neg() else " without memory" * tensor._is_zerotensor()
+                refuse_operands(self.operation, f"{name} is on {tensor.device}{bit}", "give a clone() on the CPU")
             size, needed = tensor.untyped_storage().nbytes(), _end_in_storage(tensor)
             if size < needed:
                 fact = f"{name} needs {needed} bytes of a storage of {size}"

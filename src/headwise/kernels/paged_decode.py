@@ -259,10 +259,14 @@ def attend_paged(
 
 def _unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, options: PagedDecodeOptions) -> str:
     """Return why the inputs do not fit the kernel, or an empty string; the kernel itself checks no bounds."""
+    if (q.dim(), k.dim(), v.dim()) != (3, 4, 4):
+        return f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} axes; give [B, H, K], [P, G, S, K], [P, G, S, V]"
     (rows, heads, dim), page_shape = q.shape, k.shape
     if heads % page_shape[1] or dim != page_shape[3] or page_shape[:3] != v.shape[:3]:
         shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
         return f"q, k, v are {shapes}; give [B, H, K], [P, G, S, K], [P, G, S, V] with H a multiple of G"
+    if not q.is_floating_point():
+        return f"the queries are {q.dtype}; give floating-point numbers"
     if k.dtype not in KV_DTYPES or k.dtype != v.dtype or (k.dtype == torch.int8) == (options.k_scale is None):
         return f"keys are {k.dtype}, values {v.dtype}; give both in one of {KV_DTYPES}, int8 with scales"
     if spans is None:

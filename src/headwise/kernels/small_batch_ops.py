@@ -238,6 +238,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) 
     """
     x, width = x.contiguous(), x.shape[-1]
     RMS_NORM_CHECKS.check(x.view(-1, width), weight)
+    _check_vectors("rms_norm", width)
+    weight = None if weight is None else weight.contiguous()
     y = torch.empty_like(x)
     args = RmsNormArgs.make(x=x, y=y, weight=weight, rows=x.numel() // width, width=width, eps=eps, offset=offset)
     SMALL_BATCH_KERNELS.run("rms_norm", x.dtype, args)
@@ -265,7 +267,7 @@ def apply_rotary(x_BTHK: Tensor, position_BT: Tensor, frequency: Tensor, attenti
         x=x_BTHK,
         y=y,
         position=position_BT.contiguous(),
-        frequency=frequency,
+        frequency=frequency.contiguous(),
         cos_sin=array("q", bytes(8 * pairs)),
         batch=batch,
         tokens=tokens,
@@ -290,6 +292,7 @@ def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
     """
     gate, up = _flatten_rows(gate), _flatten_rows(up)
     SILU_CHECKS.check(gate, up)
+    _check_vectors("silu_and_multiply", gate.shape[1])
     y, (rows, width), itemsize = gate.new_empty(gate.shape), gate.shape, gate.itemsize
     args = SiluArgs.make(
         gate=gate,
@@ -311,6 +314,7 @@ def scale_to_float32(x_BHK: Tensor, factor: float) -> Tensor:
     0.100...
     """
     SCALE_CHECKS.check(x_BHK)
+    _check_vectors("scale_to_float32", x_BHK.shape[2])
     x = x_BHK.contiguous()
     y = x.new_empty(x.shape, dtype=torch.float32)
     SMALL_BATCH_KERNELS.run("scale_to_float32", x.dtype, ScaleArgs.make(x=x, y=y, count=x.numel(), factor=factor))
@@ -318,4 +322,10 @@ def scale_to_float32(x_BHK: Tensor, factor: float) -> Tensor:
 
 
 def _flatten_rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _check_vectors(operation: str, width: int) -> None:
+    if width % SIMD_WIDTH:
+        refuse_operands(operation, f"rows have {width} channels", f"give a multiple of {SIMD_WIDTH}")

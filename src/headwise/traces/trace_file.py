@@ -297,7 +297,7 @@ def _check_tensors(record: Record, layer: AttentionRecord) -> None:
     for name, array in layer.arrays.items():
         kind = name.partition(".")[0]
         axes = TENSOR_AXES.get(kind, 0)
-        heads = {"weights": 1, "sinks": 0, "q": 2, "z": 2}.get(kind)
+        heads = {"weights": 1, "sinks": 0, "q": 2}.get(kind)
         if array.ndim != axes or (heads is not None and array.shape[heads] != layer.heads):
             record.fail(name, f"has shape {list(array.shape)}, of {layer.heads} heads")
         if axes == TENSOR_AXES["q"]:
