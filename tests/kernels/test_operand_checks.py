@@ -88,7 +88,6 @@ def test_every_registered_operation_is_driven():
         ((torch.ones(2, 3), None), "factors is missing"),
         ((torch.ones(2, 3),), "there are 1 tensors; give 2"),
         ((torch.ones(2, 3), torch.ones(2, device="meta")), "factors .* is on meta"),
-        ((torch._neg_view(torch.ones(2, 3)), torch.ones(2)), "negative bit"),
         ((bad_operands.shorten_memory(torch.ones(2, 3)), torch.ones(2)), "needs 24 bytes of a storage of 20"),
     ],
 )

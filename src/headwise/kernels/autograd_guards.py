@@ -52,13 +52,7 @@ def can_skip_dispatcher(*tensors: Tensor) -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._is_tracing()
         or _profiler_enabled()
-    ) and all(
-        type(t) in PLAIN_TENSOR_TYPES
-        and t.is_cpu
-        and t.layout is torch.strided
-        and not (t.is_neg() or t.is_conj() or t._is_zerotensor())
-        for t in tensors
-    )
+    ) and all(type(t) in PLAIN_TENSOR_TYPES and t.is_cpu and not (t.is_neg() or t._is_zerotensor()) for t in tensors)
 
 
 def forbid_double_backward(remedy: str) -> None:

@@ -7,8 +7,8 @@ tensors once, and checks each call:
     CHECKS.check(x, factors, rows)      # same sizes for same letters, dtypes, memory that is there
     check_indices("scale_rows", "rows", rows, x.shape[0])
 
-The dispatcher of torch has already refused other devices, and resolved tensors with the negative or conjugate bit and
-tensors of zeros without memory; `autograd_guards.can_skip_dispatcher` sends such tensors there.
+The dispatcher of torch resolves tensors with the negative or conjugate bit, and tensors of zeros without memory;
+`autograd_guards.can_skip_dispatcher` sends such tensors there.
 """
 
 from __future__ import annotations
@@ -77,24 +77,27 @@ class OperandChecks:
     def __init__(self, operation: str, **forms: str) -> None:
         self.operation = operation
         self.operands = [Operand.parse(name, form) for name, form in forms.items()]
-        self._accepted: set[tuple[Any, ...]] = set()
+        self._accepted: dict[tuple[Any, ...], list[int]] = {}  # bytes of each tensor if it is contiguous, by signature
 
     def check(self, *tensors: Tensor | None) -> None:
         """Raise ValueError for the first tensor whose dtype, shape or memory does not fit."""
         signature = tuple([None if t is None else (t.shape, t.dtype) for t in tensors])
-        if signature not in self._accepted:  # the common case takes less time than a small kernel
-            self._check_each(tensors)
-            if len(self._accepted) >= MAX_ACCEPTED:
-                self._accepted.clear()
-            self._accepted.add(signature)
-        for tensor in tensors:
-            if tensor is not None and (
-                not tensor.is_cpu
-                or tensor.is_neg()
-                or tensor._is_zerotensor()
-                or tensor.untyped_storage().nbytes() < _end_in_storage(tensor)
-            ):
+        sizes = self._accepted.get(signature)  # the common case takes less time than a small kernel
+        if sizes is None:
+            sizes = self._accept(signature, tensors)
+        for tensor, size in zip(tensors, sizes, strict=True):
+            if tensor is None:
+                continue
+            end = size if tensor.is_contiguous() and not tensor.storage_offset() else _end_in_storage(tensor)
+            if not tensor.is_cpu or tensor.untyped_storage().nbytes() < end:
                 self._refuse_memory(tensors)
+
+    def _accept(self, signature: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> list[int]:
+        self._check_each(tensors)
+        if len(self._accepted) >= MAX_ACCEPTED:
+            self._accepted.clear()
+        sizes = self._accepted[signature] = [0 if t is None else t.numel() * t.itemsize for t in tensors]
+        return sizes
 
     def _check_each(self, tensors: Sequence[Tensor | None]) -> None:
         sizes: dict[str, int] = {}
@@ -116,9 +119,8 @@ class OperandChecks:
             if tensor is None:
                 continue
             name = f"{operand.name} {list(tensor.shape)}"
-            if not tensor.is_cpu or tensor.is_neg() or tensor._is_zerotensor():
-                bit = " with the negative bit" if tensor.is_neg() else " without memory" * tensor._is_zerotensor()
-                refuse_operands(self.operation, f"{name} is on {tensor.device}{bit}", "give a clone() on the CPU")
+            if not tensor.is_cpu:
+                refuse_operands(self.operation, f"{name} is on {tensor.device}", "give a tensor on the CPU")
             size, needed = tensor.untyped_storage().nbytes(), _end_in_storage(tensor)
             if size < needed:
                 fact = f"{name} needs {needed} bytes of a storage of {size}"

@@ -58,7 +58,8 @@ GEMV_KERNELS = KernelSet("small_batch_kernels", GEMV_DTYPES, gemv=("run_gemv", G
 # --- The operation `headwise::small_batch_matmul` --------------------------------------------------------------------
 
 BLOCKS_PER_THREAD, MAX_BLOCK_BYTES = 2, 2**19  # minimum number of blocks per thread; maximum bytes of a block
-GEMV_CHECKS = OperandChecks("small_batch_matmul", x="float32 bfloat16: M K", matrix="* K")
+GEMV_CHECKS = OperandChecks("small_batch_matmul", x="float32 bfloat16: M K")
+MATRIX_CHECKS = OperandChecks("small_batch_matmul", matrix="float32 bfloat16: N K")
 
 
 def multiply_small_batch(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
@@ -81,10 +82,12 @@ def _small_batch_matmul_op(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
 
 
 def _launch_gemv(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    GEMV_CHECKS.check(x_MK)
     for matrix in matrices:
-        GEMV_CHECKS.check(x_MK, matrix)
-        if not matrix.is_contiguous():
-            refuse_operands("small_batch_matmul", f"a matrix has strides {matrix.stride()}", "make it contiguous")
+        MATRIX_CHECKS.check(matrix)
+        if matrix.dtype is not x_MK.dtype or matrix.shape[1] != x_MK.shape[1] or not matrix.is_contiguous():
+            fact = f"a matrix is {matrix.dtype} {list(matrix.shape)} with strides {matrix.stride()}"
+            refuse_operands("small_batch_matmul", fact, f"give contiguous {x_MK.dtype} [N, {x_MK.shape[1]}]")
     x_MK, (num_tokens, width) = x_MK.contiguous(), x_MK.shape
     table = matrix_table(matrices)
     if width % SIMD_WIDTH or not width or not sum(table[1::2]):
