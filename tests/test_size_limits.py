@@ -10,6 +10,7 @@ import pytest
 
 import headwise as hw
 from headwise import families, model_spec, size_limits
+from headwise.parts.latent_attention import Latent
 from headwise.surgery.pruning_plan import PruningPlan
 from headwise.training import recipe
 
@@ -38,7 +39,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "design heads": (lambda: hw.design(model=PRIME - 1, heads=PRIME), "too large"),
     "preset": (lambda: hw.design(preset="gqa", model=8, heads=PRIME), "too large; give 65536 or less"),
     "python": (lambda: hw.design(model=10**6000, heads=2), "a number of 6001 digits is too large"),
-    "part": (lambda: hw.parts.Latent(rank=2**63), "Latent.rank = 9223372036854775808 is too large"),
+    "part": (lambda: Latent(rank=2**63), "Latent.rank = 9223372036854775808 is too large"),
     "toml": (lambda: hw.from_toml("a = " + "[" * 100_000), "nested too deeply; give at most 64 levels"),
     "json": (lambda: hw.from_json("[" * 100_000), "nested too deeply; give at most 64 levels"),
     "shallow json": (lambda: hw.from_json('{"a":' * 65 + "1" + "}" * 65), "nested too deeply"),
@@ -87,7 +88,7 @@ def test_nesting_is_counted_in_tables_and_lists(depth: int):
             size_limits.parse_json("it", text, "")
 
 
-@pytest.mark.parametrize("value", [10**19, 10**20, 10**4000, 10**6000, -(10**30)])
+@pytest.mark.parametrize("value", [10**19, 10**20, 10**4000, 10**6000, -(10**30)], ids=range(5))
 def test_long_numbers_are_shown_by_their_length(value: int):
     shown = size_limits.show_int(value)
     assert len(shown) < 40

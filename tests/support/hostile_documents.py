@@ -25,6 +25,8 @@ from headwise.head_analysis.annotated_examples import parse_alignment_links, rea
 from headwise.hub import checkpoint_weights, llama2c, tokenizer_files
 from headwise.masking.patterns import parse_pattern
 from headwise.model_spec.serialization import ModelManifest, SurgeryRecord
+from headwise.parts.rotary_embedding import Rotary
+from headwise.spec.serialization import to_dict as spec_to_dict
 from headwise.studies.study_file import read_study
 from headwise.surgery.pruning_plan import PruningPlan
 from headwise.traces import trace_file
@@ -71,10 +73,10 @@ def reads_file(name: str, read: Callable[[Path], object]) -> Callable[[str | byt
 # --- Specs, models, recipes, plans --------------------------------------------------------------------------
 
 SPECS = [
-    hw.to_dict(hw.design(model=8, heads=4, kv=2, pattern="causal() & window(3)", modifiers=(hw.parts.Rotary(),))),
-    hw.to_dict(hw.design(preset="mla", model=16, heads=2)),
-    hw.to_dict(hw.design(preset="dcmha", model=8, heads=2)),
-    hw.to_dict(hw.design(preset="entmax", model=8, heads=2)),
+    spec_to_dict(hw.design(model=8, heads=4, kv=2, pattern="causal() & window(3)", modifiers=(Rotary(),))),
+    spec_to_dict(hw.design(preset="mla", model=16, heads=2)),
+    spec_to_dict(hw.design(preset="dcmha", model=8, heads=2)),
+    spec_to_dict(hw.design(preset="entmax", model=8, heads=2)),
 ]
 PATTERNS = [
     "causal() & window(3)",
@@ -157,7 +159,7 @@ TOKENIZERS = [
         "normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]},
         "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "a+|b"}, "behavior": "Isolated", "invert": False},
         "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]], "unk_token": "a"},
+        "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
     },
     {
         "version": "1.0", **dict.fromkeys(NAMES), "pre_tokenizer": {"type": "Whitespace"},
@@ -178,7 +180,7 @@ def _read_tokenizer(text: str) -> object:
         raise
     except Exception as error:  # parse_tokenizer raises what the library raises; its callers say which file it was
         raise ValueError(str(error)) from None
-    return tokenizer.text(tokenizer.ids("abab")[:3])
+    return tokenizer.text(tokenizer.ids("ab")[:3])
 
 
 def _llama2c_tokenizer() -> bytes:
@@ -241,7 +243,8 @@ def _read_picture(content: bytes) -> object:
 
 
 def _read_jsonl(text: str) -> object:
-    path = write_file("texts.jsonl", text)
+    valid = json.dumps({"text": "a few words of a text", "label": "b"}) + "\n"
+    path = write_file("texts.jsonl", 50 * valid + text.replace("\n", " ") + "\n" + valid)
     return open_data(str(path))
 
 

@@ -59,7 +59,7 @@ def test_other_values_are_refused(read: Callable[[Record], object], message: str
     assert str(excinfo.value).startswith(message)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 10**400, -(10**400), 1e300])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 10**400, -(10**400), 1e300], ids=range(5))
 def test_numbers_are_finite(value: Any):
     with pytest.raises(SpecError, match="is not a finite number"):
         Record("it", {"x": value}, "write another").read_number("x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tokenize
 import warnings
 import zipfile
 import zlib
@@ -35,10 +36,11 @@ from .text_files import (
 # --- Arrays and pixels ---------------------------------------------------------------------------------
 
 
-# What zipfile and numpy raise for damaged archives: encrypted members, unknown methods, arrays of impossible shapes.
-NPZ_ERRORS = (
-    *(zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError),
-    *(NotImplementedError, RuntimeError, MemoryError, KeyError, OverflowError),
+# What zipfile and numpy raise for damaged arrays: encrypted members, unknown methods, headers that are no Python,
+# impossible shapes.
+ARRAY_ERRORS = (
+    *(zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError, NotImplementedError, RuntimeError, MemoryError),
+    *(KeyError, TypeError, OverflowError, SyntaxError, tokenize.TokenError),
 )
 MAX_PIXELS = 1 << 26  # of one image
 IDX_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -87,7 +89,7 @@ def read_npz(path: Path) -> dict[str, Any]:
             return {name: archive[name] for name in archive.files}
     except SpecError:
         raise
-    except NPZ_ERRORS as error:
+    except ARRAY_ERRORS as error:
         reason = " ".join(str(error).split())
         raise SpecError(f"cannot read {path} as .npz: {reason}; write it again with numpy.savez") from None
 
@@ -96,7 +98,7 @@ def open_npy(path: Path) -> Any:
     """Memory-map the array of an .npy file."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+    except ARRAY_ERRORS as error:
         reason = " ".join(str(error).split())
         raise SpecError(f"cannot read {path} as .npy: {reason}; write it again with numpy.save") from None
 
