@@ -184,7 +184,9 @@ NOTHING = ("no-such-thing", "/dev/null", "", "\x00", "a" * 300, "../..", "-", "n
 QUICK = ("spec", "cost", "walk", "why", "sites")  # they answer at once, so that presets in hostile sizes are tried too
 STARTS_WITHOUT_INPUT = ("demo", "learn", "bench")
 ARGUMENTS = st.one_of(
-    st.sampled_from(NUMBERS).map(str), st.sampled_from(TEXTS), st.sampled_from(("heads.kv=2", "model=7", "a=b", "0.5"))
+    st.sampled_from(NUMBERS).map(str),
+    st.sampled_from(TEXTS),
+    st.sampled_from(("heads.kv=2", "model=7", "heads.q=65537", "a=b", "0.5", "4", "8", "16", "causal()", "bf16")),
 )
 
 
@@ -212,7 +214,8 @@ def command_lines(command: str) -> st.SearchStrategy[list[str]]:
 
     @st.composite
     def draw_arguments(draw: st.DrawFn) -> list[str]:
-        words = [draw(st.sampled_from([*NOTHING, *presets])) for _ in range(draw(st.integers(1, 2)))]
+        is_preset = bool(presets) and draw(st.booleans())
+        words = [draw(st.sampled_from(presets if is_preset else NOTHING)) for _ in range(draw(st.integers(1, 2)))]
         for _ in range(draw(st.integers(0, 4))):
             option = draw(st.sampled_from([*options, "--no-such-option"]))
             words += [option] if draw(st.integers(0, 3)) == 0 else [option, draw(ARGUMENTS)]
