@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from .errors import SpecError
 
@@ -52,16 +52,16 @@ def check_nesting(what: str, value: Any) -> None:
     >>> check_nesting("the spec", {"a": [[1]]})
     """
     level, depth = [value], 0
-    while level := [item for outer in level for item in _items(outer)]:
+    while level := [item for item in level if isinstance(item, (dict, list))]:
         depth += 1
         if depth > MAX_NESTING:
             raise SpecError(f"{what} is nested too deeply; give at most {MAX_NESTING} levels of tables and lists")
+        level = [item for outer in level for item in _items(outer)]
 
 
 def _items(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [*cast("dict[str, Any]", value).values()]
-    return cast("list[Any]", value) if isinstance(value, list) else []
+    items: Any = value.values() if isinstance(value, dict) else value
+    return list(items)
 
 
 def parse_json(what: str, text: str | bytes, remedy: str) -> Any:

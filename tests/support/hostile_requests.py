@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
+from unittest import mock
 from urllib.parse import quote
 
 import torch
@@ -199,11 +200,8 @@ def list_options(command: str) -> list[argparse.Action]:
         found.append(parser)
         return whole(parser, *args, **kwargs)
 
-    CommandParser.parse_known_args = keep  # type: ignore[method-assign] - restored below
-    try:
+    with mock.patch.object(CommandParser, "parse_known_args", keep):
         run_command([command, "--list-options"])
-    finally:
-        CommandParser.parse_known_args = whole  # type: ignore[method-assign]
     return [action for action in found[0]._actions if action.option_strings]
 
 

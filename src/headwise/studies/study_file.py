@@ -216,7 +216,7 @@ def _parse_variant(name: str, values: Any) -> Variant:
 def _parse_task(name: str, values: Any) -> StudyTask:
     _check_table(values, f"tasks.{name}")
     settings = {key: value for key, value in values.items() if key in TASK_KEYS}
-    options = {key: value for key, value in values.items() if key not in TASK_KEYS} | _table(settings, "options")
+    options = {key: value for key, value in values.items() if key not in TASK_KEYS} | dict(_table(settings, "options"))
     record = Record(f"tasks.{name}", settings, "correct the file")
     kind = record.read_text("task", name)
     task = make_task(kind, **_tuples(options))

@@ -327,11 +327,12 @@ def _has_data(layer: AttentionRecord, call: AttentionCallRecord, grids: Sequence
             and call.keys[1] <= arrays["k"].shape[1]
             and all(n < len(grids) and _fits(grids[n], layer, (queries, keys)) for n in call.grids)
         )
-    if call.places is not None:
-        places = arrays.get(f"places.{call.places}")
-        exists = exists and places is not None and places.shape == (keys,) and places.dtype.kind == "i"
-        exists = exists and places.min(initial=0) >= 0 and places.max(initial=0) < MAX_TRACE_TOKENS
-    return bool(exists)
+    if call.places is None or not exists:
+        return exists
+    places = arrays.get(f"places.{call.places}")
+    if places is None or places.shape != (keys,) or places.dtype.kind != "i":
+        return False
+    return bool(places.min(initial=0) >= 0 and places.max(initial=0) < MAX_TRACE_TOKENS)
 
 
 def _fits(grid: PackedMask, layer: AttentionRecord, size: tuple[int, int]) -> bool:
