@@ -96,14 +96,18 @@ def test_threads_take_turns(runaway: TokenizerProcess):
 
 
 def test_an_isolated_tokenizer_says_what_it_said():
-    here, isolated = ModelTokenizer(make_document()), ModelTokenizer(make_document())
+    words = make_document(
+        model={"type": "WordLevel", "vocab": {"ab": 0, "a": 1}, "unk_token": "[UNK]"},
+        pre_tokenizer={"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False},
+    )
+    here, isolated = ModelTokenizer(words), ModelTokenizer(words)
     process = isolated.isolate()
-    for text in ("", "ab", "abba"):
+    for text in ("", "ab", "a ab a"):
         assert (isolated.ids(text), isolated.places(text)) == (here.ids(text), here.places(text))
     messages = []
     for tokenizer in (here, isolated):
         with pytest.raises(UnknownToken) as excinfo:
-            tokenizer.ids("abcab")
+            tokenizer.ids("ab ac")
         messages.append(str(excinfo.value))
     assert messages[0] == messages[1]
     process.close()
