@@ -244,6 +244,30 @@ def scaled() -> str:
 
 
 @generates
+def hostile_inputs() -> str:
+    """Inputs tried, and faults injected, in sum."""
+    import reliability_page
+
+    return reliability_page.summary_line()
+
+
+@generates
+def hostile_input_counts() -> str:
+    """Inputs of each parser, route and command."""
+    import reliability_page
+
+    return table(["parser, route or command", "inputs", "read", "refused", "failures"], reliability_page.input_rows())
+
+
+@generates
+def injected_faults() -> str:
+    """Faults of each kind."""
+    import reliability_page
+
+    return table(["fault", "injected", "failures"], reliability_page.fault_rows())
+
+
+@generates
 def compared_tools() -> str:
     """The tools that headwise is compared with."""
     import comparison_page

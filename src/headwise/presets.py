@@ -31,6 +31,7 @@ from .parts.sum_normaliser import Sum
 from .parts.talking_heads import TalkingHeads
 from .parts.value_projection import Values
 from .parts.weight_dropout import WeightDropout
+from .size_limits import MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, check_size
 from .spec.attention_spec import AttentionSpec
 from .spec.heads import Heads
 from .spec.serialization import from_json as _from_json, from_toml as _from_toml
@@ -125,17 +126,21 @@ def _check_keywords(options: dict[str, Any]) -> dict[str, Any]:
     return options | {"modifiers": tuple(options["modifiers"])}
 
 
+LARGEST_SIZES = {"model": MAX_WIDTH, "heads": MAX_HEADS, "dim": MAX_HEAD_DIM}
+
+
 def _check_sizes(options: Mapping[str, object]) -> None:
-    for name in ("model", "heads", "dim"):
+    for name in LARGEST_SIZES:
         size = options.get(name, 1)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise SpecError(f"design needs {name}, a whole number of at least 1, not {size!r}; try {name}=8")
+        check_size(name, size, LARGEST_SIZES[name])
 
 
 def _plain_heads(options: dict[str, Any]) -> Heads:
     model, heads, dim = options["model"], options["heads"], options["dim"]
     if dim is None and model % heads:
-        divisors = [n for n in range(1, model + 1) if model % n == 0]
+        divisors = [n for n in range(1, min(model, MAX_HEADS) + 1) if model % n == 0]
         raise SpecError(f"model={model} does not divide among {heads} heads; use heads in {divisors}, or give dim=")
     return Heads.grouped(q=heads, kv=options["kv"], dim=model // heads if dim is None else dim, vdim=options["vdim"])
 

@@ -230,7 +230,7 @@ def test_models_and_health(client: openai.OpenAI):
         ({"prompt": None}, "the prompt is missing"),
         ({"prompt": [["a"]]}, "the prompt is of type list"),
         ({"prompt": [999]}, "999"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens=0: give an integer of at least 1"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens=0: give an integer from 1 to 16777216"),
         ({"prompt": "a", "max_tokens": 10**9}, "tokens"),
         ({"prompt": "a", "temperature": 3}, "temperature=3: give a number from 0 to 2"),
         ({"prompt": "a", "top_p": 0, "temperature": 1}, "top_p must be above 0"),
@@ -345,3 +345,36 @@ def test_a_port_that_is_taken_is_said(net: Transformer):
         port = other_server.getsockname()[1]
         with pytest.raises((OSError, ValueError), match=str(port)):
             serve(ServedModel("small", hw.Engine(net, budget=1_000_000)), ServeOptions(port=port), lambda _: None)
+
+
+# --- a hostile tokenizer ---------------------------------------------------------------------------------
+
+
+def test_a_runaway_tokenizer_fails_one_request_alone(net: Transformer):
+    hostile, document = copy.deepcopy(net), json.loads(net.usage.tokenizer or "")
+    split = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, document["pre_tokenizer"]]}
+    hostile.usage = hw.ProcessorSpec(tokenizer=json.dumps(document))
+    server = ApiServer(ServedModel("small", hw.Engine(hostile, budget=4_000_000)))
+    server.tokenizer_process.max_seconds = 1.0
+    slow = ("a" * 27 + "b") * 10_000  # the expression tries all ways to divide each run of a
+    answers: dict[str, Any] = {}
+
+    def ask(client: TestClient, prompt: str) -> None:
+        body = {"prompt": prompt, "max_tokens": 2, "temperature": 0}
+        answers[prompt] = client.post("/v1/completions", json=body)
+
+    with server.model.engine.background_thread(), TestClient(server.app()) as client:
+        ask(client, "ab")
+        threads = [threading.Thread(target=ask, args=(client, prompt)) for prompt in (slow, "b", "ba")]
+        for thread in threads:
+            thread.start()
+        assert client.get("/health").status_code == 200  # while the tokenizer is busy
+        for thread in threads:
+            thread.join(30)
+    refused = answers.pop(slow)
+    assert refused.status_code == 400
+    assert "the tokenizer cannot encode this text: it took longer than 1 s" in refused.json()["error"]["message"]
+    assert {answer.status_code for answer in answers.values()} == {200}
+    assert server.num_outputs == 0
+    server.tokenizer_process.close()

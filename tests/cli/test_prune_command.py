@@ -157,7 +157,7 @@ def test_the_same_plan_again_and_not_for_another_model(
     del data["change"]["keep"]
     (one / "heads.json").write_text(json.dumps(data))
     code, _, err = run_command(capsys, folders["ours"], "--plan", one, "--out", tmp_path / "three", *more)
-    assert (code, "keep must map each site to a list of heads, got None" in err) == (2, True)
+    assert (code, "the plan.keep is missing" in err) == (2, True)
     code, _, err = run_command(capsys, one, "--plan", folders["ours"], "--out", tmp_path / "three", *more)
     assert (code, "contains no heads.json" in err) == (2, True)
 

@@ -226,8 +226,10 @@ def test_non_monotonic_sizes_are_tried_one_by_one():
         assert abs(found - expected) == min(abs((zigzag(n) or 0) - expected) for n in range(1, 3000))
 
 
-def test_numbers_far_beyond_machine_words():
-    found = hw.match_size(GQA, like=hw.design(model=2**40, heads=1), free="dim")
-    assert abs(found.reached - 4 * 2**80) <= 512 * 20 // 2
+def test_numbers_at_the_ceilings():
+    found = hw.match_size(GQA, like=hw.design(model=2**13, heads=1), free="dim")
+    assert abs(found.reached - 4 * 2**26) <= 512 * 20 // 2
     with pytest.raises(hw.SpecError, match="no q gives"):
-        hw.match_size(GQA, like=hw.design(model=2**40, heads=1), free="q")
+        hw.match_size(GQA, like=hw.design(model=2**24, heads=2**10), free="q")
+    with pytest.raises(hw.SpecError, match=r"model = 1099511627776 is too large; give 16777216 or less"):
+        hw.design(model=2**40, heads=1)

@@ -14,10 +14,12 @@ from typing import Any, NoReturn
 
 from ..errors import suggest
 from ..generation.decoding_config import DecodingConfig
+from ..size_limits import MAX_INTEGER, show_int
 
 MAX_PROMPTS = 64
 MAX_CHOICES = 16
 MAX_TOP_LOGPROBS = 20
+MAX_TOKENS = 1 << 24  # of one output
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 # Fields that change answers and are not supported, with the values that change nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -94,7 +96,7 @@ def read_completion_fields(body: Mapping[str, Any]) -> tuple[list[str | list[int
     top = reader.integer("logprobs", None, 0, MAX_TOP_LOGPROBS)
     echo = reader.boolean("echo")
     least = 0 if echo else 1  # an echoed prompt may be all that is wanted
-    max_tokens = reader.integer("max_tokens", DEFAULT_TOKENS, least)
+    max_tokens = reader.integer("max_tokens", DEFAULT_TOKENS, least, MAX_TOKENS)
     assert max_tokens is not None
     return _read_prompts(body), reader.generation(max_tokens, top, echo)
 
@@ -102,8 +104,8 @@ def read_completion_fields(body: Mapping[str, Any]) -> tuple[list[str | list[int
 def read_chat_fields(body: Mapping[str, Any]) -> tuple[list[ChatMessage], GenerationFields]:
     """The messages of a chat request, and what it asks for."""
     reader = _FieldReader(body, CHAT_FIELDS)
-    older = reader.integer("max_tokens", None, 1)
-    max_tokens = reader.integer("max_completion_tokens", older or DEFAULT_CHAT_TOKENS, 1)
+    older = reader.integer("max_tokens", None, 1, MAX_TOKENS)
+    max_tokens = reader.integer("max_completion_tokens", older or DEFAULT_CHAT_TOKENS, 1, MAX_TOKENS)
     top = reader.integer("top_logprobs", None, 0, MAX_TOP_LOGPROBS)
     if reader.boolean("logprobs"):
         top = top or 0
@@ -125,19 +127,15 @@ class _FieldReader:
             elif name not in names and name not in IGNORED:
                 raise FieldError(name, f"there is no field {name!r}; {suggest(name, names)}")
 
-    def integer(self, name: str, default: int | None, least: int, most: int | None = None) -> int | None:
+    def integer(self, name: str, default: int | None, least: int, most: int = MAX_INTEGER) -> int | None:
         """An integer, or the default where the field is absent or null."""
         value = self.body.get(name)
         if value is None:
             return default
-        if (
-            not isinstance(value, int)
-            or isinstance(value, bool)
-            or value < least
-            or (most is not None and value > most)
-        ):
-            limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-            raise FieldError(name, f"{name}={value!r}: give an integer {limits}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            limits = f"of at least {least}" if most == MAX_INTEGER else f"from {least} to {most}"
+            shown = show_int(value) if isinstance(value, int) else repr(value)
+            raise FieldError(name, f"{name}={shown}: give an integer {limits}")
         return value
 
     def number(self, name: str, default: float) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from starlette.routing import Route
 
 from ..generation.text_output import load_tokenizers
 from ..serving import Engine
+from ..size_limits import parse_json
 from ..viewer.http_security import ASGIApp, Message, Receive, Send, allowed_hosts, is_loopback
 from ..viewer.server import open_socket
 from .answers import AnswerFormat, event, make_error, make_usage
@@ -43,7 +43,8 @@ class ApiServer:
     """Answers requests for completions with one model."""
 
     def __init__(self, model: ServedModel) -> None:
-        self.model, self.tokenizer = model, load_tokenizers(model.engine.net)[1]
+        source_tokenizer, self.tokenizer = load_tokenizers(model.engine.net)
+        self.model, self.tokenizer_process = model, source_tokenizer.isolate()
         self.num_outputs = 0  # that wait or run
         self.threads = ThreadPoolExecutor(MAX_OUTPUTS, thread_name_prefix="headwise-output")
 
@@ -119,15 +120,24 @@ class ApiServer:
             prompts, fields = read(body)
             if self.num_outputs + len(prompts) * fields.num_choices > MAX_OUTPUTS:
                 return JSONResponse(make_error("the server is busy; try again later", code="busy"), 429)
-            job = GenerationJob(self.model.engine, self.tokenizer, prompts, fields)
+            job = await self._start_job(prompts, fields)
         except (ValueError, OverflowError) as error:
             field = error.field if isinstance(error, FieldError) else None
             return JSONResponse(make_error(" ".join(str(error).split()), field=field), 400)
         form = AnswerFormat(self.model.name, is_chat=read == self._read_chat)
-        self.num_outputs += len(job.prompts)
         if fields.is_streamed:
             return StreamingResponse(self._stream(job, form), media_type="text/event-stream")
         return await self._wait(request, job, form)
+
+    async def _start_job(self, prompts: Sequence[Prompt], fields: GenerationFields) -> GenerationJob:
+        """Start a job in a thread, because a tokenizer may take its time, and count its outputs."""
+        num_outputs = len(prompts) * fields.num_choices
+        self.num_outputs += num_outputs
+        try:
+            return await asyncio.to_thread(GenerationJob, self.model.engine, self.tokenizer, prompts, fields)
+        except BaseException:
+            self.num_outputs -= num_outputs
+            raise
 
     async def _wait(self, request: Request, job: GenerationJob, form: AnswerFormat) -> Response:
         """The whole answer; a client that goes away ends its outputs."""
@@ -186,10 +196,7 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 def _read_json(raw: bytes) -> Mapping[str, Any]:
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError):
-        raise ValueError('the body is not JSON; send {"prompt": "Once upon a time"}') from None
+    body = parse_json("the body", raw, 'send {"prompt": "Once upon a time"}')
     if not isinstance(body, dict):
         raise ValueError(f"the body is a {type(body).__name__}, not a JSON object")
     return body
@@ -300,3 +307,4 @@ def serve(model: ServedModel, options: ServeOptions, on_start: Callable[[str], o
     finally:
         listener.close()
         server.threads.shutdown(wait=False, cancel_futures=True)
+        server.tokenizer_process.close()

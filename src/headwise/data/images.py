@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import tokenize
+import warnings
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
@@ -21,11 +23,26 @@ from ..masking.sequence_info import SequenceInfo
 from ..model_spec import EmbeddingSpec, ModelSpec, PositionSpec, ProcessorSpec
 from .example_order import DEFAULT_HELD_OUT, IndexArray, check_split_shares, split_examples
 from .file_task import ClassifierInputs, FileTask, LabelledDataset, make_classifier, make_patches, number_labels
-from .text_files import existing_file, existing_path, find_splits, is_gzipped, list_files, read_chunks
+from .text_files import (
+    check_unpacked_size,
+    existing_file,
+    existing_path,
+    find_splits,
+    is_gzipped,
+    list_files,
+    read_chunks,
+)
 
 # --- Arrays and pixels ---------------------------------------------------------------------------------
 
 
+# What zipfile and numpy raise for damaged arrays: encrypted members, unknown methods, headers that are no Python,
+# impossible shapes.
+ARRAY_ERRORS = (
+    *(zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError, NotImplementedError, RuntimeError, MemoryError),
+    *(KeyError, TypeError, OverflowError, SyntaxError, tokenize.TokenError),
+)
+MAX_PIXELS = 1 << 26  # of one image
 IDX_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
@@ -68,8 +85,11 @@ def read_npz(path: Path) -> dict[str, Any]:
             archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise ValueError("it holds one array without a name")
+            check_unpacked_size(path, sum(member.file_size for member in archive.zip.infolist()))
             return {name: archive[name] for name in archive.files}
-    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError) as error:
+    except SpecError:
+        raise
+    except ARRAY_ERRORS as error:
         reason = " ".join(str(error).split())
         raise SpecError(f"cannot read {path} as .npz: {reason}; write it again with numpy.savez") from None
 
@@ -78,7 +98,7 @@ def open_npy(path: Path) -> Any:
     """Memory-map the array of an .npy file."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+    except ARRAY_ERRORS as error:
         reason = " ".join(str(error).split())
         raise SpecError(f"cannot read {path} as .npy: {reason}; write it again with numpy.save") from None
 
@@ -191,10 +211,21 @@ def _read_header(path: Path) -> tuple[int, int, str]:
     from PIL import Image
 
     try:
-        with Image.open(path) as image:
-            (wide, high), mode = image.size, image.mode
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                (wide, high), mode = image.size, image.mode
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        EOFError,
+        Image.DecompressionBombError,
+        Image.DecompressionBombWarning,
+    ) as error:
         raise SpecError(f"cannot read {path} as an image: {error}; remove it or download it again") from None
+    if wide * high > MAX_PIXELS:
+        raise SpecError(f"{path} has {wide} x {high} pixels; give images of {MAX_PIXELS:,} pixels or less")
     if mode not in (*GREY_MODES, *COLOUR_MODES):
         raise SpecError(f"{path} has pixels of mode {mode!r}, not 8 bits per channel; convert it, or use an .npz")
     return high, wide, mode

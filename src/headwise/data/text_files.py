@@ -16,6 +16,7 @@ from ..errors import SpecError
 
 CHUNK_BYTES = 1 << 20
 GZIP_MAGIC = b"\x1f\x8b"
+MAX_UNPACKED_BYTES = 4 * 2**30  # of a compressed file; a file of a few megabytes can unpack to as much as this
 
 
 def existing_path(path_text: str) -> Path:
@@ -64,14 +65,25 @@ def is_gzipped(path: Path) -> bool:
 
 def read_chunks(path: Path) -> Iterator[bytes]:
     """The bytes of a file in chunks, decompressed if it is a gzip file."""
+    is_packed, size = is_gzipped(path), 0
     try:
-        with cast(BinaryIO, gzip.open(path) if is_gzipped(path) else path.open("rb")) as file:
+        with cast(BinaryIO, gzip.open(path) if is_packed else path.open("rb")) as file:
             while piece := file.read(CHUNK_BYTES):
+                size += len(piece)
+                if is_packed:
+                    check_unpacked_size(path, size)
                 yield piece
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise SpecError(f"{path} is a damaged gzip file: {error}; download or create it again") from None
     except OSError as error:
         raise _read_error(path, error) from None
+
+
+def check_unpacked_size(path: Path, size: int) -> None:
+    """Raise SpecError if a compressed file holds more than `MAX_UNPACKED_BYTES`."""
+    if size > MAX_UNPACKED_BYTES:
+        fact = f"{path} unpacks to more than {MAX_UNPACKED_BYTES:,} bytes"
+        raise SpecError(f"{fact}; unpack it, if you trust it, and give the unpacked file")
 
 
 def _read_error(path: Path, error: OSError) -> SpecError:

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 from ..errors import SpecError, suggest
 from ..model_spec import FeedForwardSpec, ModelSpec, OutputHeadSpec, StackSpec, to_dict
+from ..size_limits import MAX_HEAD_DIM, MAX_HEADS
 from ..spec.attention_spec import AttentionSpec
 
-MAX_HEADS = 1 << 16  # some lists have one item per head; a larger number is a mistake
-MAX_HEAD_DIM = 1 << 16
 REMOTE_CODE_KEYS = (
     "auto_map",
     "trust_remote_code",

@@ -7,10 +7,11 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from ..data.tokenizer_calls import decode_tokens, encode_tokens, parse_tokenizer
+from ..data.tokenizer_process import MAX_SECONDS, EncodedText, TokenizerProcess
 from ..errors import SpecError, UnknownToken
 from ..model_spec import ProcessorSpec
 from ..models.save_load import check_processor
@@ -29,6 +30,7 @@ class ModelTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._specials = specials
+        self._process: TokenizerProcess | None = None
         self._unknown_id = _find_unknown_id(self._tokenizer, self.document["model"])
 
     @property
@@ -44,18 +46,31 @@ class ModelTokenizer:
         """Return the character offsets (start, stop) of each token of `ids`."""
         return self._encode(text, specials).offsets
 
-    def _encode(self, text: str, specials: str | None) -> Encoding:
-        self._tokenizer.encode_special_tokens = (specials or self._specials) == "text"
+    def isolate(self, max_seconds: float = MAX_SECONDS) -> TokenizerProcess:
+        """Encode texts in a process of its own from now on, each for up to `max_seconds`; close it at the end."""
+        self._process = TokenizerProcess(json.dumps(self.document), max_seconds)
+        return self._process
+
+    def _encode(self, text: str, specials: str | None) -> EncodedText:
+        specials_as_text = (specials or self._specials) == "text"
+        encode = self._encode_here if self._process is None else self._process.encode
+        encoded = encode(text, specials_as_text)
+        unknown = encoded.unknown
+        if self._unknown_id in encoded.ids:
+            unknown = encoded.offsets[encoded.ids.index(self._unknown_id)]
+        if unknown is not None:
+            raise UnknownToken(_unknown_text_message(text, *unknown))
+        return encoded
+
+    def _encode_here(self, text: str, specials_as_text: bool) -> EncodedText:
+        self._tokenizer.encode_special_tokens = specials_as_text
         try:
             encoding = encode_tokens(self._tokenizer, text, add_special_tokens=False)
         except SpecError as error:
             if not isinstance(error.__cause__, Exception):  # a panic, and not a text without an unknown token
                 raise
-            raise UnknownToken(_unknown_text_message(text, *self._first_unknown_char(text))) from None
-        if self._unknown_id in encoding.ids:
-            start, stop = encoding.offsets[encoding.ids.index(self._unknown_id)]
-            raise UnknownToken(_unknown_text_message(text, start, stop))
-        return encoding
+            return EncodedText([], [], self._first_unknown_char(text))
+        return EncodedText(encoding.ids, encoding.offsets)
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""

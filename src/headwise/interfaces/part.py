@@ -21,6 +21,7 @@ from typing import (
 )
 
 from ..errors import SpecError, suggest
+from ..size_limits import MAX_INTEGER, check_size
 from .axis_layout import AxisLayout
 from .core_types import CallSize, CoreShape, Param, PartParams, SpecFactory, SymmetryGroup
 
@@ -108,6 +109,8 @@ class CheckedDataclass:
             value, kinds = getattr(self, field.name), field_types[field.name]
             if isinstance(value, float) and not math.isfinite(value):
                 raise SpecError(f"{type(self).__name__}({field.name}={value!r}) is not finite; give a finite number")
+            if isinstance(value, int) and abs(value) > MAX_INTEGER:
+                check_size(f"{type(self).__name__}.{field.name}", abs(value), MAX_INTEGER)
             wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
             if wrong:
                 expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)

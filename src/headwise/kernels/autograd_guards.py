@@ -33,9 +33,10 @@ def _has_transform() -> bool:
 def can_skip_dispatcher(*tensors: Tensor) -> bool:
     """Return True if autograd, torch.compile, transforms, modes, tracing and the profiler are all off.
 
-    The tensors must also be plain CPU tensors. The function behind a custom operation can then be called directly.
-    Dispatching to an operation that is written in Python takes longer than a small operation itself, and longer still
-    after a large read from memory.
+    The tensors must also be plain CPU tensors whose memory holds their numbers: the dispatcher resolves the negative
+    bit, and allocates tensors of zeros without memory. The function behind a custom operation can then be called
+    directly. Dispatching to an operation that is written in Python takes longer than a small operation itself, and
+    longer still after a large read from memory.
 
     >>> can_skip_dispatcher(torch.ones(1))
     False
@@ -51,7 +52,7 @@ def can_skip_dispatcher(*tensors: Tensor) -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._is_tracing()
         or _profiler_enabled()
-    ) and all(type(t) in PLAIN_TENSOR_TYPES and t.is_cpu for t in tensors)
+    ) and all(type(t) in PLAIN_TENSOR_TYPES and t.is_cpu and not (t.is_neg() or t._is_zerotensor()) for t in tensors)
 
 
 def forbid_double_backward(remedy: str) -> None:

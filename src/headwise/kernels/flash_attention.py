@@ -30,6 +30,7 @@ from torch.utils.flop_counter import register_flop_formula
 from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
 from .kernel_args import ParallelKernelArgs, StridedArg, TableArg, TensorArg
 from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet, round_up_to_simd
+from .operand_checks import check_flash_operands, check_gathered_operands
 
 QUERIES_PER_CHUNK = 128
 
@@ -152,15 +153,8 @@ NUM_ROW_STATE_VECTORS = (
 
 def flash_scratch_size(dim: int, vdim: int) -> int:
     """Return the scratch elements per thread; sized for the backward pass, which needs more than the forward pass."""
-    return QUERY_TILE_ROWS * (
-        NUM_ROW_STATE_VECTORS
-        + 1
-        + 2 * dim
-        + vdim
-        + 2 * FLASH_KEY_BLOCK_SIZE
-        + round_up_to_simd(dim)
-        + round_up_to_simd(vdim)
-    )
+    blocks = NUM_ROW_STATE_VECTORS + 1 + 2 * FLASH_KEY_BLOCK_SIZE
+    return QUERY_TILE_ROWS * (blocks + 2 * dim + vdim + round_up_to_simd(dim) + round_up_to_simd(vdim))
 
 
 FLASH_ATTENTION_KERNELS = ParallelKernelSet(
@@ -185,6 +179,7 @@ def gathered_attention(
     those of the backward pass, as `FlashAttentionArgs` describes them. `num_pairs` is the number of
     query-key pairs computed, which only the FLOP counter uses.
     """
+    check_gathered_operands((q, k, v), tables[:3], QUERY_TILE_ROWS)
     return [*run_forward(q, k, v, tables, scale, q.new_zeros)]
 
 
@@ -193,6 +188,7 @@ def gathered_attention_backward(
     grad: Tensor, tensors: list[Tensor], tables: list[Tensor], scale: float, num_pairs: int
 ) -> list[Tensor]:
     """Return the gradients of q, k and v; `tensors` holds q, k, v, the output and the log-sum-exp."""
+    check_gathered_operands((*tensors, grad), [*tables[:2], tables[3]])
     return [*run_backward(grad, tensors, tables, scale, tensors[0].new_zeros)]
 
 
@@ -217,7 +213,7 @@ def run_backward(
     query_rows, key_ranges, _, items = tables
     grads = d_q, d_k, d_v = allocate_gradients(q, k, v, len(items) // (len(k) * k.shape[2]), allocate)
     args = make_args(q, k, v, (items, query_rows, key_ranges), scale).replace(
-        q=q, k=k, v=v, out=o, lse=lse, grad=grad.contiguous(), d_q=d_q, d_k=d_k, d_v=d_v
+        q=q, k=k, v=v, out=o.contiguous(), lse=lse.contiguous(), grad=grad.contiguous(), d_q=d_q, d_k=d_k, d_v=d_v
     )
     FLASH_ATTENTION_KERNELS.launch("backward", q.dtype, args)
     return reduce_gradients(grads, k, v)
@@ -240,7 +236,7 @@ def make_args(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, ...], scale
         raise ValueError(
             f"{k.shape[1]:,} keys are more than {MAX_INDEX_BY_DTYPE[q.dtype]:,} in {q.dtype}; use another backend"
         )
-    (work_items, query_rows, key_ranges), itemsize = tables, q.itemsize
+    (work_items, query_rows, key_ranges), itemsize = [table.contiguous() for table in tables], q.itemsize
     (_, queries, heads, dim), (_, keys, num_kv_heads, vdim) = q.shape, v.shape
     return FlashAttentionArgs.make(
         num_items=len(work_items),
@@ -381,7 +377,7 @@ class FlashAttentionPlan(NamedTuple):
 def _with_key_ranges(args: FlashAttentionArgs, key_ranges: Tensor | None) -> FlashAttentionArgs:
     """Write the caller's key ranges into the kernel arguments, if there are any."""
     if key_ranges is not None:
-        args.key_ranges, args.num_key_range_rows = key_ranges, len(key_ranges)
+        args.key_ranges, args.num_key_range_rows = key_ranges.contiguous(), len(key_ranges)
     return args
 
 
@@ -487,6 +483,7 @@ def _flash_forward_op(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, ahead: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of the scores, [B, T, H]."""
+    check_flash_operands((q, k, v), ends)
     if not FLASH_ATTENTION_KERNELS.is_usable(q.dtype):
         return attend_key_ranges_reference(q, k, v, ends, ahead, scale)
     q, k, v = make_contiguous(q, k, v)
@@ -502,6 +499,7 @@ def _flash_backward_op(
     grad: Tensor, tensors: list[Tensor], ends: Tensor | None, ahead: int | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; `tensors` holds q, k, v, the output and the log-sum-exp."""
+    check_flash_operands((*tensors, grad), ends)
     if not FLASH_ATTENTION_KERNELS.is_usable(grad.dtype):
         return attend_key_ranges_backward_reference(grad, tensors, ends, ahead, scale)
     q, k, v, o, lse = tensors
@@ -510,7 +508,9 @@ def _flash_backward_op(
     # A tile that reads no key of a part does not write its gradients for that part.
     allocate = q.new_empty if ends is None and plan.num_key_parts == 1 else q.new_zeros
     grads = d_q, d_k, d_v = allocate_gradients(q, k, v, plan.num_key_parts, allocate)
-    args = plan.backward_args.replace(q=q, k=k, v=v, out=o, lse=lse, grad=grad.contiguous(), d_q=d_q, d_k=d_k, d_v=d_v)
+    args = plan.backward_args.replace(
+        q=q, k=k, v=v, out=o.contiguous(), lse=lse.contiguous(), grad=grad.contiguous(), d_q=d_q, d_k=d_k, d_v=d_v
+    )
     FLASH_ATTENTION_KERNELS.launch("backward", q.dtype, _with_key_ranges(args, ends))
     return reduce_gradients(grads, k, v)
 

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward, is_under_functorch
 from .kernel_args import Int64Arg, ParallelKernelArgs, TensorArg
 from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet
+from .operand_checks import FLOAT, OperandChecks, check_indices, refuse_operands
 
 KEY_TILE_SIZE = 64
 
@@ -77,6 +78,19 @@ HEAD_MIXING_KERNELS = ParallelKernelSet(
 
 # --- The operation `headwise::head_mixing` ----------------------------------------------------------------
 
+CHECKS = OperandChecks(
+    "head_mixing",
+    a=FLOAT + "B H T S",
+    head_of_output="int64: O",
+    q_source="B T Q H",
+    q_target="B T Q O",
+    q_gate="B T O",
+    k_source="B R H S",
+    k_target="B R O S",
+    k_gate="B 0|1 O S",
+    grad="B O T S?",
+)
+
 
 def can_use_kernels(a_BHTS: Tensor) -> bool:
     """Return True if the kernels may run on these scores: float32 or float64 on the CPU, outside torch.func."""
@@ -93,6 +107,7 @@ def mix_heads_by_factors(a: Tensor, head_of_output: Tensor, heads_per_group: int
     R, O, S] and kg [B, 1, O, S]. A side without factors has size 0 instead of R, and instead of the 1 of kg. Heads are
     mixed within groups of `heads_per_group`. The formula stands at the top of this module.
     """
+    _check_operands(a, head_of_output, heads_per_group, factors, None)
     args = _make_args(a, head_of_output, heads_per_group, factors)
     output = a.new_empty(a.shape[0], head_of_output.shape[0], a.shape[2], args.num_keys)
     HEAD_MIXING_KERNELS.launch("forward", a.dtype, args.replace(output=output))
@@ -104,6 +119,7 @@ def mix_heads_by_factors_backward(
     grad: Tensor, a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor]
 ) -> list[Tensor]:
     """Return the gradients of a and of the six factors."""
+    _check_operands(a, head_of_output, heads_per_group, factors, grad)
     args = _make_args(a, head_of_output, heads_per_group, factors)
     padded_keys = args.num_keys
     tiles = -(-padded_keys // KEY_TILE_SIZE)
@@ -123,6 +139,18 @@ def mix_heads_by_factors_backward(
     HEAD_MIXING_KERNELS.launch("backward", a.dtype, args)
     keys = a.shape[3]
     return [_unpad_keys(d_a, keys), *(t.sum(1) for t in d_queries), *(_unpad_keys(t, keys) for t in d_keys)]
+
+
+def _check_operands(
+    a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor], grad: Tensor | None
+) -> None:
+    """Raise ValueError for tensors that do not fit each other, or heads out of range."""
+    CHECKS.check(a, head_of_output, *factors, grad)
+    check_indices("head_mixing", "head_of_output", head_of_output, a.shape[1])
+    heads, num_output_heads = a.shape[1], len(head_of_output)
+    if heads_per_group < 1 or heads % heads_per_group or (heads_per_group < heads > num_output_heads):
+        fact = f"{heads} heads and {num_output_heads} output heads are mixed in groups of {heads_per_group}"
+        refuse_operands("head_mixing", fact, "give a divisor of the heads, and an output for each head")
 
 
 def _make_args(a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor]) -> HeadMixingArgs:

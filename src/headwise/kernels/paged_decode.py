@@ -39,6 +39,7 @@ from .kernel_args import (
     TableArg,
 )
 from .launch import CACHE_LINE_BYTES, SIMD_WIDTH, KernelSet, round_up_to_simd
+from .operand_checks import OperandChecks, check_groups, refuse_operands
 from .small_batch_ops import is_small_batch, scale_to_float32
 
 KV_BLOCK_SIZE, KV_SPLIT_SIZE = 64, 256  # keys per block; keys per split, the unit of work of a thread
@@ -183,6 +184,20 @@ class PagedDecodeOptions(NamedTuple):
 
 DEFAULT_OPTIONS, EMPTY_TENSOR = PagedDecodeOptions(), torch.empty(0)
 KV_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int8)
+CHECKS = OperandChecks(
+    "paged_decode",
+    q="float32 float64: B H K",
+    k="float32 float64 bfloat16 int8: P G S K",
+    v="float32 float64 bfloat16 int8: P G S V",
+    spans="int64: B N 3?",
+)
+OPTION_CHECKS = OperandChecks(
+    "paged_decode",
+    bias="float32 float64 bfloat16 float16: * * *?",
+    sink="float32 float64 bfloat16 float16: *?",
+    k_scale="float32: P G S?",
+    v_scale="float32: P G S?",
+)
 
 
 def attend_paged(
@@ -244,10 +259,14 @@ def attend_paged(
 
 def _unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, options: PagedDecodeOptions) -> str:
     """Return why the inputs do not fit the kernel, or an empty string; the kernel itself checks no bounds."""
+    if (q.dim(), k.dim(), v.dim()) != (3, 4, 4):
+        return f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} axes; give [B, H, K], [P, G, S, K], [P, G, S, V]"
     (rows, heads, dim), page_shape = q.shape, k.shape
     if heads % page_shape[1] or dim != page_shape[3] or page_shape[:3] != v.shape[:3]:
         shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
         return f"q, k, v are {shapes}; give [B, H, K], [P, G, S, K], [P, G, S, V] with H a multiple of G"
+    if not q.is_floating_point():
+        return f"the queries are {q.dtype}; give floating-point numbers"
     if k.dtype not in KV_DTYPES or k.dtype != v.dtype or (k.dtype == torch.int8) == (options.k_scale is None):
         return f"keys are {k.dtype}, values {v.dtype}; give both in one of {KV_DTYPES}, int8 with scales"
     if spans is None:
@@ -272,6 +291,7 @@ def _attend_paged_op(
 def _launch_paged_decode(
     q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, option_tensors: Sequence[Tensor], softcap: float
 ) -> tuple[Tensor, Tensor]:
+    _check_operands(q, k, v, spans, option_tensors)
     (batch, heads, dim), (_, num_kv_heads, page_size, vdim), itemsize = q.shape, v.shape, q.itemsize
     out, lse = q.new_empty(batch, heads, vdim), q.new_empty(batch, heads)
     if not out.numel():
@@ -315,6 +335,22 @@ def _launch_paged_decode(
     args.allocate_scratch(threads)
     PAGED_DECODE_KERNELS.run("attend", k.dtype, args, threads)
     return out, lse
+
+
+def _check_operands(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, option_tensors: Sequence[Tensor]) -> None:
+    """Raise ValueError for tensors that do not fit each other; `_block_table` and `_check_bounds` check the numbers."""
+    CHECKS.check(q, k, v, spans)
+    check_groups("paged_decode", q.shape[1], k.shape[1])
+    if k.dtype != v.dtype or q.dtype != (torch.float64 if k.dtype == torch.float64 else torch.float32):
+        fact = f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}"
+        refuse_operands("paged_decode", fact, "give k and v in one dtype and q in float32, or all in float64")
+    if spans is None and len(q) != len(k):
+        refuse_operands("paged_decode", f"there are {len(q)} rows and {len(k)} pages", "give spans")
+    if any(t.numel() for t in option_tensors) or k.dtype == torch.int8:
+        OPTION_CHECKS.check(*(t if t.numel() else None for t in option_tensors))
+        if len({k.dtype == torch.int8, *(t.numel() > 0 for t in option_tensors[2:])}) > 1:
+            fact = f"k and v are {k.dtype} and have {sum(t.numel() > 0 for t in option_tensors[2:])} scales"
+            refuse_operands("paged_decode", fact, "give both scales for int8, none for other dtypes")
 
 
 def _block_table(spans: Tensor | None, rows: int, k: Tensor) -> tuple[Tensor | array[int], int]:

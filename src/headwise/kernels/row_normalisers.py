@@ -22,6 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward, is_under_functorch
 from .kernel_args import BoolArg, Int32Arg, Int64Arg, ParallelKernelArgs, TensorArg
 from .launch import COMPUTE_DTYPES, SIMD_WIDTH, KernelSet, ParallelKernelSet
+from .operand_checks import FLOAT, OperandChecks, refuse_operands
 
 ROWS_PER_ITEM = 8  # rows per work item
 NUM_ROW_LISTS = 5  # lists in a scratch buffer: row, candidates, slopes, gradients, key indices
@@ -61,6 +62,18 @@ ENTMAX_KERNELS = ParallelKernelSet(
     forward=("entmax_forward_kernel", RowNormaliserArgs),
     backward=("entmax_backward_kernel", RowNormaliserArgs),
 )
+MASK_FORM = "bool: 1|B 1 1|T 1|S"
+SOFTMAX_CHECKS = OperandChecks("masked_softmax", s=FLOAT + "B H T S", allowed=MASK_FORM)
+SOFTMAX_BACKWARD_CHECKS = OperandChecks("masked_softmax_backward", w=FLOAT + "B H T S", grad="B H T S")
+ENTMAX_CHECKS = OperandChecks(
+    "masked_entmax",
+    s=FLOAT + "B H T S",
+    allowed=MASK_FORM,
+    alpha="H",
+    v="B G S V?",
+    row_state="B H T 2?",
+    grad="B H T *?",
+)
 
 
 def can_use_kernels(s_BHTS: Tensor, kernels: KernelSet) -> bool:
@@ -76,6 +89,7 @@ def masked_softmax(s: Tensor, allowed: Tensor) -> Tensor:
 
     `allowed` is [1 or B, 1, 1 or T, S].
     """
+    SOFTMAX_CHECKS.check(s, allowed)
     w = s.new_empty(s.shape)
     SOFTMAX_KERNELS.launch("softmax", s.dtype, _score_args(s, allowed, num_lists=1).replace(output=w))
     return w
@@ -84,6 +98,7 @@ def masked_softmax(s: Tensor, allowed: Tensor) -> Tensor:
 @torch.library.custom_op("headwise::masked_softmax_backward", mutates_args=(), device_types="cpu")
 def masked_softmax_backward(grad: Tensor, w: Tensor) -> Tensor:
     """Return the gradient of the scores; it is zero for rows without allowed keys, as their weights are."""
+    SOFTMAX_BACKWARD_CHECKS.check(w, grad)
     return torch.ops.aten._softmax_backward_data(grad, w, -1, w.dtype)
 
 
@@ -97,6 +112,7 @@ def masked_entmax(
     v[:, value_heads[h]]. The second output, [B, H, T, 2], holds each row's maximum and tau, from which the backward
     pass recomputes the row.
     """
+    _check_entmax_operands(s, allowed, alpha, v, value_heads)
     args, row_state = _entmax_args(s, allowed, alpha, v, value_heads), s.new_empty(*s.shape[:3], ROW_STATE_SIZE)
     output = s.new_empty(*s.shape[:3], s.shape[3] if v is None else args.value_dim)
     ENTMAX_KERNELS.launch("forward", s.dtype, args.replace(output=output, row_state=row_state))
@@ -110,6 +126,7 @@ def masked_entmax_backward(grad: Tensor, tensors: Sequence[Tensor], value_heads:
     `tensors` holds the scores, the allowed keys, alpha, the row state of the forward pass and optionally the values.
     """
     s, allowed, alpha, row_state, *values = tensors
+    _check_entmax_operands(s, allowed, alpha, values[0] if values else None, value_heads, row_state, grad)
     args = _entmax_args(s, allowed, alpha, values[0] if values else None, value_heads)
     d_scores, d_alpha = s.new_empty(s.shape), s.new_empty(s.shape[:3])
     args = args.replace(output=d_scores, row_state=row_state.contiguous(), d_alpha=d_alpha)
@@ -121,6 +138,24 @@ def masked_entmax_backward(grad: Tensor, tensors: Sequence[Tensor], value_heads:
     args = args.replace(num_items=len(s) * args.num_value_heads, grad=_pad_channels(grad), d_values=d_values)
     ENTMAX_KERNELS.launch("backward", s.dtype, args)
     return [d_scores, d_alpha.sum((0, 2)), _unpad_channels(d_values, values[0])]
+
+
+def _check_entmax_operands(
+    s: Tensor,
+    allowed: Tensor,
+    alpha: Tensor,
+    v: Tensor | None,
+    value_heads: Sequence[int],
+    *state: Tensor,
+) -> None:
+    """Raise ValueError for tensors that do not fit each other; `state` is row state and gradient of a backward pass."""
+    ENTMAX_CHECKS.check(s, allowed, alpha, v, *(state or (None, None)))
+    if v is not None and (len(value_heads) != s.shape[1] or not set(value_heads) <= set(range(v.shape[1]))):
+        fact = f"value_heads is {list(value_heads)}"
+        refuse_operands("masked_entmax", fact, f"give {s.shape[1]} numbers from 0 to {v.shape[1] - 1}")
+    width = s.shape[3] if v is None else v.shape[3]
+    if state and state[1].shape[3] != width:
+        refuse_operands("masked_entmax", f"grad is {list(state[1].shape)}", f"give [..., {width}]")
 
 
 def _score_args(s: Tensor, allowed: Tensor, num_lists: int) -> RowNormaliserArgs:

@@ -36,6 +36,7 @@ from .kernel_args import (
     matrix_table,
 )
 from .launch import SIMD_WIDTH, KernelSet
+from .operand_checks import OperandChecks, refuse_operands
 
 GEMV_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 GEMV_TILE_SIZE = 4  # rows, and tokens, of one tile of products
@@ -60,6 +61,8 @@ GEMV_KERNELS = KernelSet("small_batch_kernels", GEMV_DTYPES, gemv=("run_gemv", G
 
 BLOCKS_PER_THREAD, MAX_BLOCK_BYTES = 2, 2**19  # minimum number of blocks per thread; maximum bytes of a block
 ASSUMED_L2_BYTES = 2**20
+GEMV_CHECKS = OperandChecks("small_batch_matmul", x="float32 bfloat16: M K")
+MATRIX_CHECKS = OperandChecks("small_batch_matmul", matrix="float32 bfloat16: N K")
 
 
 def multiply_small_batch(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
@@ -82,13 +85,22 @@ def _small_batch_matmul_op(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
 
 
 def _launch_gemv(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    x_MK = x_MK.contiguous()
-    y = x_MK.new_empty(x_MK.shape[0], sum([matrix.shape[0] for matrix in matrices]))
-    count = _tokens_per_pass(x_MK.shape[1])
-    if x_MK.shape[0] <= count:
+    GEMV_CHECKS.check(x_MK)
+    for matrix in matrices:
+        MATRIX_CHECKS.check(matrix)
+        if matrix.dtype is not x_MK.dtype or matrix.shape[1] != x_MK.shape[1] or not matrix.is_contiguous():
+            fact = f"a matrix is {matrix.dtype} {list(matrix.shape)} with strides {matrix.stride()}"
+            refuse_operands("small_batch_matmul", fact, f"give contiguous {x_MK.dtype} [N, {x_MK.shape[1]}]")
+    x_MK, (num_tokens, width) = x_MK.contiguous(), x_MK.shape
+    num_rows, count = sum([matrix.shape[0] for matrix in matrices]), _tokens_per_pass(width)
+    if width % SIMD_WIDTH or not width or not num_rows:
+        fact = f"{len(matrices)} matrices have {num_rows} rows of {width} channels"
+        refuse_operands("small_batch_matmul", fact, f"give at least one row and a multiple of {SIMD_WIDTH} channels")
+    y = x_MK.new_empty(num_tokens, num_rows)
+    if num_tokens <= count:
         _run_gemv(x_MK, matrices, y)
         return y
-    for first in range(0, x_MK.shape[0], count):
+    for first in range(0, num_tokens, count):
         _run_gemv(x_MK[first : first + count], matrices, y[first : first + count])
     return y
 
@@ -97,14 +109,14 @@ def _launch_gemv(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
 def _tokens_per_pass(width: int) -> int:
     """Return how many tokens are multiplied at a time: packed in float32, they fill half of the second-level cache."""
     size = this_machine().cache_bytes(2) or ASSUMED_L2_BYTES
-    return max(1, size // 2 // (4 * width * GEMV_TILE_SIZE)) * GEMV_TILE_SIZE
+    return max(1, size // 2 // (4 * max(width, 1) * GEMV_TILE_SIZE)) * GEMV_TILE_SIZE
 
 
 def _run_gemv(x_MK: Tensor, matrices: Sequence[Tensor], y: Tensor) -> None:
     """Write the products of contiguous tokens to `y`."""
     num_tokens, width = x_MK.shape
     table = matrix_table(matrices)
-    tile_size = min(num_tokens, GEMV_TILE_SIZE)
+    tile_size = max(1, min(num_tokens, GEMV_TILE_SIZE))
     num_rows, threads = sum(table[1::2]), launch.max_threads()
     scratch_bytes = 4 * width * (-(-num_tokens // tile_size) * tile_size)
     rows_per_block = _rows_per_block(num_rows, width * x_MK.itemsize, threads)
@@ -218,6 +230,12 @@ SMALL_BATCH_KERNELS = KernelSet(
     silu_and_multiply=("silu_and_multiply_kernel", SiluArgs),
     scale_to_float32=("scale_to_float32_kernel", ScaleArgs),
 )
+RMS_NORM_CHECKS = OperandChecks("rms_norm", x="float32 bfloat16: R C", weight="C?")
+ROTARY_CHECKS = OperandChecks(
+    "apply_rotary", x="float32 bfloat16: B T H K", position="int64: 1|B T", frequency="float64: P"
+)
+SILU_CHECKS = OperandChecks("silu_and_multiply", gate="float32 bfloat16: R C", up="R C")
+SCALE_CHECKS = OperandChecks("scale_to_float32", x="float32 bfloat16: * * *")
 
 
 def is_small_batch(x: Tensor, *others: Tensor) -> bool:
@@ -245,6 +263,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) 
     [2.0, 2.0]
     """
     x, width = x.contiguous(), x.shape[-1]
+    RMS_NORM_CHECKS.check(x.view(-1, width), weight)
+    _check_vectors("rms_norm", width)
+    weight = None if weight is None else weight.contiguous()
     y = torch.empty_like(x)
     args = RmsNormArgs.make(x=x, y=y, weight=weight, rows=x.numel() // width, width=width, eps=eps, offset=offset)
     SMALL_BATCH_KERNELS.run("rms_norm", x.dtype, args)
@@ -261,14 +282,18 @@ def apply_rotary(x_BTHK: Tensor, position_BT: Tensor, frequency: Tensor, attenti
     ... )[0, 0, 0, ::16].tolist()
     [-2.0, -2.0]
     """
+    ROTARY_CHECKS.check(x_BTHK, position_BT, frequency)
     (batch, tokens, heads, width), pairs = x_BTHK.shape, frequency.numel()
+    if 2 * pairs > width or width % SIMD_WIDTH or pairs % SIMD_WIDTH or x_BTHK.stride(3) != 1:
+        fact = f"{pairs} pairs rotate {width} channels with stride {x_BTHK.stride(3)}"
+        refuse_operands("apply_rotary", fact, f"give multiples of {SIMD_WIDTH}, at most half as many pairs, stride 1")
     y = x_BTHK.new_empty(x_BTHK.shape)
     batch_stride, token_stride, head_stride, _ = x_BTHK.stride()
     args = RotaryArgs.make(
         x=x_BTHK,
         y=y,
         position=position_BT.contiguous(),
-        frequency=frequency,
+        frequency=frequency.contiguous(),
         cos_sin=array("q", bytes(8 * pairs)),
         batch=batch,
         tokens=tokens,
@@ -292,6 +317,8 @@ def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
     200.0
     """
     gate, up = _flatten_rows(gate), _flatten_rows(up)
+    SILU_CHECKS.check(gate, up)
+    _check_vectors("silu_and_multiply", gate.shape[1])
     y, (rows, width), itemsize = gate.new_empty(gate.shape), gate.shape, gate.itemsize
     args = SiluArgs.make(
         gate=gate,
@@ -312,6 +339,8 @@ def scale_to_float32(x_BHK: Tensor, factor: float) -> Tensor:
     >>> scale_to_float32(torch.ones(1, 1, 16, dtype=torch.bfloat16), 0.1)[0, 0, 0].item()
     0.100...
     """
+    SCALE_CHECKS.check(x_BHK)
+    _check_vectors("scale_to_float32", x_BHK.shape[2])
     x = x_BHK.contiguous()
     y = x.new_empty(x.shape, dtype=torch.float32)
     SMALL_BATCH_KERNELS.run("scale_to_float32", x.dtype, ScaleArgs.make(x=x, y=y, count=x.numel(), factor=factor))
@@ -319,4 +348,10 @@ def scale_to_float32(x_BHK: Tensor, factor: float) -> Tensor:
 
 
 def _flatten_rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _check_vectors(operation: str, width: int) -> None:
+    if width % SIMD_WIDTH:
+        refuse_operands(operation, f"rows have {width} channels", f"give a multiple of {SIMD_WIDTH}")

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
 from .kernel_args import Int64Arg, ParallelKernelArgs, StridedArg, TensorArg
 from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet
+from .operand_checks import FLOAT, OperandChecks, check_groups, check_indices, check_ranges
 
 
 class VarlenArgs(ParallelKernelArgs):
@@ -66,6 +67,9 @@ VARLEN_KERNELS = ParallelKernelSet(
 # --- The operation `headwise::varlen_attention` -------------------------------------------------------------------
 
 SequenceTable = tuple[Tensor, int]
+CHECKS = OperandChecks(
+    "varlen_attention", q=FLOAT + "N H K", k="M G K", v="M G V", sequences="int64: * 4", grad="N H V?"
+)
 
 
 @torch.library.custom_op("headwise::varlen_attention", mutates_args=(), device_types="cpu")
@@ -81,6 +85,7 @@ def attend_varlen(qkv: list[Tensor], sequences: Tensor, max_length: int, causal:
     ... ].tolist()
     [1.0, 2.0, 2.5]
     """
+    _check_operands(qkv, sequences, max_length, None)
     (q, _, v), padded = qkv, [_pad_rows(t) for t in qkv]
     o = v.new_zeros(*q.shape[:2], padded[2].shape[2])
     args = _make_args(padded, (sequences, max_length), causal, scale).replace(output=o)
@@ -93,12 +98,23 @@ def attend_varlen_backward(
     grad: Tensor, qkv: list[Tensor], sequences: Tensor, max_length: int, causal: bool, scale: float
 ) -> list[Tensor]:
     """Return the gradients of q, k and v."""
+    _check_operands(qkv, sequences, max_length, grad)
     padded = [_pad_rows(t) for t in qkv]
     grads = d_q, d_k, d_v = [t.new_zeros(t.shape) for t in padded]
     args = _make_args(padded, (sequences, max_length), causal, scale)
     args = args.replace(output=d_q, grad=_pad_rows(grad).contiguous(), d_k=d_k, d_v=d_v)
     VARLEN_KERNELS.launch("backward", d_q.dtype, args)
     return [d if d.shape == t.shape else d[..., : t.shape[2]].contiguous() for d, t in zip(grads, qkv, strict=True)]
+
+
+def _check_operands(qkv: list[Tensor], sequences: Tensor, max_length: int, grad: Tensor | None) -> None:
+    """Raise ValueError for tensors that do not fit each other, or sequences outside them."""
+    CHECKS.check(*qkv, sequences, grad)
+    check_groups("varlen_attention", qkv[0].shape[1], qkv[1].shape[1])
+    first_query, queries, first_key, keys = sequences.unbind(1)
+    check_ranges("varlen_attention", "sequences", first_query, queries, len(qkv[0]))
+    check_ranges("varlen_attention", "sequences", first_key, keys, len(qkv[1]))
+    check_indices("varlen_attention", "the lengths of sequences", sequences[:, 1::2], max_length + 1)
 
 
 def _pad_rows(t: Tensor) -> Tensor:

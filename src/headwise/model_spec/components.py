@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 from ..errors import SpecError, suggest
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.part import CheckedDataclass
+from ..size_limits import MAX_WIDTH, check_size
 
 # --- Processing of inputs and outputs ------------------------------------------------------------------
 
@@ -151,6 +152,8 @@ class SpecNode(CheckedDataclass):
             least = 0 if field_.default == 0 else 1
             if isinstance(value, int) and value < least:
                 raise SpecError(f"{name}({field_.name}={value!r}) is too small; give {field_.name}={least} or more")
+            if field_.name == "model" and isinstance(value, int):
+                check_size(f"{name}.model", value, MAX_WIDTH)
             if isinstance(value, float) and not value > 0:
                 raise SpecError(f"{name}({field_.name}={value!r}) is not positive; leave it out or give more than 0")
         for key, allowed in self.choices.items():

@@ -6,8 +6,7 @@ Reading back what was written gives an equal spec.
 from __future__ import annotations
 
 import json
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import UnionType
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from ..errors import SpecError, suggest
 from ..interfaces.external_parts import ExternalPart, find_external_parts
+from ..size_limits import parse_json, parse_toml
 from ..spec import serialization
 from ..spec.attention_spec import AttentionSpec
 from .components import TOKENIZER_FIELDS, ProcessorSpec, SpecNode
@@ -40,7 +40,7 @@ def to_json(model: ModelSpec) -> str:
 
 def from_json(text: str, defaults: SpecDefaults = None) -> ModelSpec:
     """Return the model spec of a JSON document."""
-    return from_dict(_parse("JSON", json.loads, text), defaults)
+    return from_dict(parse_json("this", text, "write what to_json gives"), defaults)
 
 
 def to_toml(model: ModelSpec) -> str:
@@ -65,14 +65,7 @@ def dump_toml(values: dict[str, Any]) -> str:
 
 def from_toml(text: str, defaults: SpecDefaults = None) -> ModelSpec:
     """Return the model spec of a TOML document."""
-    return from_dict(_parse("TOML", tomllib.loads, text), defaults)
-
-
-def _parse(name: str, loads: Callable[[str], Any], text: str) -> Any:
-    try:
-        return loads(text)
-    except (ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError
-        raise SpecError(f"this is not {name}: {error}; write what to_{name.lower()} gives") from None
+    return from_dict(parse_toml("this", text, "write what to_toml gives"), defaults)
 
 
 def _to_plain(value: Any) -> Any:
@@ -149,6 +142,7 @@ def _as_list(value: Any) -> list[Any]:
 MANIFEST_FILE, WEIGHTS_FILE, TOKENIZER_FILE = "headwise.toml", "model.safetensors", "tokenizer.json"
 CHECKED_FILES = (WEIGHTS_FILE, *(f"{name}.json" for name in TOKENIZER_FIELDS))
 MANIFEST_FORMAT = 1  # version of the folder format; readers refuse other versions
+TOML_REMEDY = "give a file as hw.save or to_toml writes it"
 
 
 class ModelManifest(NamedTuple):
@@ -180,7 +174,7 @@ class ModelManifest(NamedTuple):
         >>> ModelManifest.from_toml(str(manifest), "here") == manifest
         True
         """
-        table = _parse_toml(text, source)
+        table = parse_toml(source, text, TOML_REMEDY)
         if table.get("format") != MANIFEST_FORMAT:
             file_format = table.get("format")
             raise SpecError(
@@ -198,15 +192,8 @@ class ModelManifest(NamedTuple):
 
 def read_model_toml(text: str, source: str, defaults: Mapping[str, Any]) -> ModelSpec:
     """Return the model spec of a TOML document: a bare spec or a manifest."""
-    table = _parse_toml(text, source)
+    table = parse_toml(source, text, TOML_REMEDY)
     return ModelManifest.from_toml(text, source).model if "format" in table else from_dict(table, defaults)
-
-
-def _parse_toml(text: str, where: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError
-        raise SpecError(f"{where} is not TOML: {error}; give a file as hw.save or to_toml writes it") from None
 
 
 def _read_processor(values: Any, where: str) -> ProcessorSpec:
@@ -269,9 +256,10 @@ class SurgeryRecord(NamedTuple):
     def from_file(path: Path) -> SurgeryRecord:
         """Read a heads.json file."""
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            text = path.read_bytes()
+        except OSError as error:
             raise SpecError(f"cannot read {path}: {error}; copy the folder again") from None
+        document = parse_json(str(path), text, "copy the folder again")
         table = _update_record_keys(cast("dict[str, Any]", document)) if isinstance(document, dict) else {}
         if table.get("format") != RECORD_FORMAT:
             raise SpecError(f"{path} has format = {table.get('format')!r}; this version reads format = {RECORD_FORMAT}")

@@ -22,6 +22,7 @@ from ..interfaces import (
 )
 from ..interfaces.core_types import CoreShape, Param, Phase
 from ..masking.patterns import Causal, Full, Pattern
+from ..size_limits import MAX_WIDTH, check_size
 from .heads import HEAD_MAPS, Heads
 
 P = TypeVar("P", bound=Part)
@@ -61,6 +62,7 @@ class AttentionSpec:
                 or (name == "source" and size is None)
             ):
                 raise SpecError(f"{name}={size!r} is not a width; give an integer of at least 1")
+            check_size(name, size or 1, MAX_WIDTH)
         for name, kind in {"heads": Heads, **SLOTS}.items():
             _check_type(name, getattr(self, name), kind)
         if not isinstance(self.modifiers, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance] - users err

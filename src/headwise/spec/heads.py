@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, cast
 
 from ..errors import SpecError
+from ..size_limits import MAX_HEAD_DIM, MAX_HEADS, check_size
 
 # The fields of `Heads` that map heads to heads; empty ones stand for equal groups.
 HEAD_MAPS = ("kv_head_of_query", "value_heads", "score_head_of_output")
@@ -106,12 +107,15 @@ class Heads:
 def _positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise SpecError(f"heads need {name} to be an integer of at least 1, not {value!r}; give {name}=1 or more")
+    check_size(f"heads.{name}", value, MAX_HEAD_DIM if name.endswith("dim") else MAX_HEADS)
 
 
 def _check_head_map(name: str, value: object) -> tuple[int, ...]:
     heads: list[Any] = list(cast("list[Any]", value)) if isinstance(value, (tuple, list)) else [value]
     if not isinstance(value, (tuple, list)) or any(type(head) is not int for head in heads):
         raise SpecError(f"{name}={value!r} must be a tuple of head indices from 0, such as {name}=(0, 0, 1, 1)")
+    check_size(f"the length of heads.{name}", len(heads), MAX_HEADS)
+    check_size(f"a head of heads.{name}", max(heads, default=0), MAX_HEADS)
     return tuple(heads)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn, cast
@@ -11,6 +10,7 @@ from typing import Any, NoReturn, cast
 from ..errors import SpecError, suggest
 from ..interfaces.part import field_defaults, find_class
 from ..masking import patterns
+from ..size_limits import parse_json, parse_toml
 from .attention_spec import SLOTS, AttentionSpec
 from .heads import HEAD_MAPS, Heads
 
@@ -53,10 +53,7 @@ def to_json(spec: AttentionSpec) -> str:
 
 def from_json(text: str, defaults: Mapping[str, Any] | None = None) -> AttentionSpec:
     """The spec described by a JSON document."""
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise SpecError(f"the text is not JSON: {error}; write the spec as headwise.to_json does") from None
+    data = parse_json("the text", text, "write the spec as headwise.to_json does")
     return from_dict(check_table("a spec", data), defaults)
 
 
@@ -75,11 +72,7 @@ def to_toml(spec: AttentionSpec) -> str:
 
 def from_toml(text: str, defaults: Mapping[str, Any] | None = None) -> AttentionSpec:
     """The spec described by a TOML document."""
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise SpecError(f"the text is not TOML: {error}; write the spec as print(spec) does") from None
-    return from_dict(data, defaults)
+    return from_dict(parse_toml("the text", text, "write the spec as print(spec) does"), defaults)
 
 
 def _slot_value(name: str, value: Any) -> Any:

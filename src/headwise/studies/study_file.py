@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -13,6 +12,8 @@ from ..data import Task, make_task
 from ..data.synthetic_task import ModelShape
 from ..errors import SpecError, suggest
 from ..presets import PRESETS
+from ..size_limits import parse_toml
+from ..traces.record_types import Record
 from ..training.recipe import Recipe
 
 SCALES = ("smoke", "small", "base", "gpu")
@@ -115,9 +116,10 @@ def read_study(path: Path | str, scale: str = "small", overrides: Mapping[str, A
         data = path.read_bytes()
         if len(data) > MAX_FILE_BYTES:
             raise SpecError(f"{path} has {len(data):,} bytes; a study file has at most {MAX_FILE_BYTES:,}")
-        table = tomllib.loads(data.decode())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        text = data.decode()
+    except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} cannot be read as a study: {error}; give a .toml file") from None
+    table = parse_toml(f"{path} cannot be read as a study: it", text, "give a .toml file")
     if "heads" in table and not {"variants", "stacks"} & set(table):
         fact = f"{path} describes one attention layer, not a study"
         raise SpecError(f'{fact}; write a study with a variant of it, [variants.mine] with spec = "{path.name}"')
@@ -129,10 +131,10 @@ def parse_study(
 ) -> Study:
     """Make a study from the tables of its file; raises SpecError for unknown keys, variants, tasks and values."""
     _check_keys(table, STUDY_KEYS, "the study")
-    scales = table.get("scales", {})
+    scales = _table(table, "scales")
     if scale not in (*scales, "small"):
         raise SpecError(f"the study {name!r} has no scale {scale!r}; {suggest(scale, [*scales, 'small'])}")
-    merged = _merge(table, scales.get(scale, {}))
+    merged = _merge(table, _table(scales, scale))
     for key, value in overrides.items():
         merged = _merge(merged, _nest(key, value))
     _check_keys(merged, STUDY_KEYS, "the study")
@@ -142,20 +144,21 @@ def parse_study(
         raise SpecError(f"the study {name!r} has {len(variants)} variants and {len(tasks)} tasks; give one of each")
     recipe = dict(_table(merged, "recipe"))
     rates = _parse_rates(recipe.pop("lr", Recipe().lr), "recipe.lr")
+    record = Record("the study", merged, "correct the file")
     study = Study(
         name=name,
-        hypothesis=str(merged.get("hypothesis", "")).strip(),
-        baseline=merged.get("baseline", next(iter(variants))),
+        hypothesis=record.read_text("hypothesis", "").strip(),
+        baseline=record.read_text("baseline", next(iter(variants))),
         variants=variants,
         tasks=tasks,
         seeds=_parse_seeds(merged.get("seeds", (1, 2, 3))),
         rates=rates,
         recipe=recipe,
         model=_table(merged, "model"),
-        match=merged.get("match", "none"),
-        tolerance=merged.get("tolerance", 0.1),
-        tuning_seed=merged.get("tuning_seed", 0),
-        head_texts=merged.get("head_texts", 16),
+        match=record.read_text("match", "none"),
+        tolerance=record.read_number("tolerance", 0.1),
+        tuning_seed=record.read_int("tuning_seed", default=0),
+        head_texts=record.read_int("head_texts", default=16),
         scale=scale,
         folder=folder,
     )
@@ -195,7 +198,8 @@ def _check_recipe(changes: Mapping[str, Any]) -> None:
 def _parse_variant(name: str, values: Any) -> Variant:
     _check_table(values, f"variants.{name}")
     _check_keys(values, VARIANT_KEYS, f"variants.{name}")
-    preset, spec = values.get("preset", ""), values.get("spec", "")
+    record = Record(f"variants.{name}", values, "correct the file")
+    preset, spec = record.read_text("preset", ""), record.read_text("spec", "")
     if preset and spec:
         raise SpecError(f"variants.{name} has preset and spec; give one of them")
     if not preset and not spec and name in PRESETS:
@@ -212,31 +216,37 @@ def _parse_variant(name: str, values: Any) -> Variant:
 def _parse_task(name: str, values: Any) -> StudyTask:
     _check_table(values, f"tasks.{name}")
     settings = {key: value for key, value in values.items() if key in TASK_KEYS}
-    options = {key: value for key, value in values.items() if key not in TASK_KEYS} | dict(settings.get("options", {}))
-    kind = settings.get("task", name)
+    options = {key: value for key, value in values.items() if key not in TASK_KEYS} | dict(_table(settings, "options"))
+    record = Record(f"tasks.{name}", settings, "correct the file")
+    kind = record.read_text("task", name)
     task = make_task(kind, **_tuples(options))
-    tests = {
-        key: make_task(kind, **_tuples({**options, **changes})) for key, changes in settings.get("tests", {}).items()
-    }
-    metric = settings.get("metric", next(iter(task.chance), "loss"))
+    tests_table = _table(settings, "tests")
+    tests = {key: make_task(kind, **_tuples({**options, **_table(tests_table, key)})) for key in tests_table}
+    metric = record.read_text("metric", next(iter(task.chance), "loss"))
     if metric not in (*task.chance, "loss"):
         raise SpecError(f"tasks.{name} has no metric {metric!r}; {suggest(metric, [*task.chance, 'loss'])}")
     _check_recipe(_table(settings, "recipe"))
     return StudyTask(
-        name, task, metric, settings.get("threshold"), _table(settings, "model"), _table(settings, "recipe"), tests
+        name,
+        task,
+        metric,
+        record.read_optional_number("threshold"),
+        _table(settings, "model"),
+        _table(settings, "recipe"),
+        tests,
     )
 
 
 def _parse_rates(value: Any, key: str) -> tuple[float, ...]:
     rates = tuple(value) if isinstance(value, list) else (value,)
-    if not rates or not all(isinstance(rate, (int, float)) and 0 < rate <= 1 for rate in rates):
+    if not rates or not all(type(rate) in (int, float) and 0 < rate <= 1 for rate in rates):
         raise SpecError(f"{key} = {value!r} must be learning rates above 0 and at most 1; write [0.001, 0.003]")
     return tuple(float(rate) for rate in rates)
 
 
 def _parse_seeds(value: Any) -> tuple[int, ...]:
     seeds = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int and seed >= 0 for seed in seeds):
+    if not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds) or len(set(seeds)) < len(seeds):
         raise SpecError(f"seeds = {value!r} must be different integers >= 0; write [1, 2, 3]")
     return seeds
 

@@ -12,7 +12,9 @@ import torch
 from ..errors import SpecError, suggest
 from ..model_spec import ModelSpec, to_json
 from ..models import Transformer
+from ..size_limits import MAX_HEADS
 from ..spec.attention_spec import AttentionSpec
+from ..traces.record_types import Record
 
 HeadId = tuple[str, int]  # name of an attention, index of a head
 KeptHeads = Mapping[str, tuple[int, ...]]
@@ -77,10 +79,10 @@ class PruningPlan:
         >>> PruningPlan.from_dict(gpt2, {"keep": {"decoder.0.attention": [1, 2]}, "reason": "by hand"}).summary
         '2 of 4 heads kept, by hand'
         """
-        keep = values.get("keep")
-        if not isinstance(keep, dict) or not all(isinstance(heads, list) for heads in keep.values()):
-            raise SpecError(f"keep must map each site to a list of heads, got {keep!r}")
-        return PruningPlan.of(model_spec, keep, str(values.get("reason", "as planned")))
+        record = Record("the plan", values, "give what `data` of a plan returned")
+        keep = record.read_record("keep")
+        heads_by_site = {site: keep.read_ints(site, 0, MAX_HEADS) for site in keep.values}
+        return PruningPlan.of(model_spec, heads_by_site, record.read_text("reason", "as planned"))
 
     @property
     def removed_heads(self) -> tuple[HeadId, ...]:

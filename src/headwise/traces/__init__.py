@@ -10,6 +10,7 @@ In reading order:
 - `head_steps`: the computation of one head for one query, step by step, as far as a trace holds it.
 - `trace_comparison`: which heads attend differently in two traces, over tokens aligned with each other.
 - `token_grouping`: a trace with subwords merged into words, special tokens or the first token left out.
+- `record_types`: typed readers of the records of a document, which also read pruning plans.
 - `trace_file`: the file format, safetensors with a JSON document and a checksum.
 - `import_export`: traces of weights from elsewhere; weights as CSV, JSON or NPZ.
 """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,8 +15,10 @@ from safetensors import SafetensorError, safe_open
 from ..errors import SpecError
 from ..files import write_atomically
 from ..output_paths import Existing, FileKind, check_output
+from ..size_limits import MAX_HEADS, MAX_INTEGER, MAX_TRACE_TOKENS, check_size, parse_json
 from .attention_record import PACKING_FORMS, Array, AttentionCallRecord, AttentionRecord, PackedMask, TokenRow
 from .attention_trace import Trace
+from .record_types import Record
 
 SCHEMA_VERSION = 1
 DOCUMENT_KEY, CHECKSUM_KEY = "headwise.trace", "sha256"
@@ -25,6 +27,8 @@ STORAGE_DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "U8": np.dtype
 OLD_LAYER_KEYS = {"reads": "kv_head_of_query", "asks": "query_stream", "told": "key_stream"}
 OLD_CALL_KEYS = {"asked": "first_query_row"}
 HEADER_LENGTH_BYTES = 8  # size of the field that stores the length of the header
+TENSOR_AXES = {"q": 4, "k": 4, "v": 4, "z": 4, "weights": 4, "sinks": 1, "places": 1}
+REMEDY = "trace again"
 
 
 TRACE_FILE = FileKind("trace", (f'{{"__metadata__": {{"{DOCUMENT_KEY}": '.encode(),))
@@ -72,15 +76,13 @@ def load_trace(path: Path | str) -> Trace:
     if _compute_checksum(document, arrays) != checksum:
         raise SpecError(f"{path} is damaged: its checksum does not match its content; copy the file again")
     try:
-        fields = json.loads(document)
-        if fields["schema"] != SCHEMA_VERSION:
-            fact = f"{path} is a trace of schema {fields['schema']!r}; this headwise reads {SCHEMA_VERSION}"
+        record = Record("", parse_json("its document", document, REMEDY), REMEDY)
+        if record.get("schema") != SCHEMA_VERSION:
+            fact = f"schema {record.get('schema')!r}; this headwise reads {SCHEMA_VERSION}"
             raise SpecError(f"{fact}; trace again, or open it with the version of headwise that wrote it")
-        return _trace_from_dict(fields, arrays)
-    except (KeyError, TypeError, ValueError, IndexError, RecursionError, AttributeError) as error:
-        if isinstance(error, SpecError):
-            raise
-        raise SpecError(f"{path} is not a valid trace: {error!r}; trace again") from None
+        return _trace_from_record(record, arrays)
+    except ValueError as error:
+        raise SpecError(f"{path} is not a valid trace: {error}") from None
 
 
 def _read_safetensors(path: Path) -> tuple[str, str, dict[str, Array]]:
@@ -158,77 +160,181 @@ def _trace_to_dict(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _trace_from_dict(fields: Mapping[str, Any], arrays: Mapping[str, Array]) -> Trace:
-    grids = tuple(_mask_from_dict(entry, arrays[f"grid.{n}"]) for n, entry in enumerate(fields["grids"]))
-    layers = tuple(_layer_from_dict(entry, n, arrays, len(grids)) for n, entry in enumerate(fields["layers"]))
-    streams = {name: tuple(_token_row_from_dict(row) for row in rows) for name, rows in fields["streams"].items()}
-    thumbnails = {name: arrays[f"thumbnail.{name}"] for name in fields["thumbnails"]}
-    images = {name: _check_image(arrays[f"image.{name}"]) for name in fields.get("images", ())}
-    classes = {(str(site), int(head)): str(name) for site, head, name in fields.get("classes", ())}
-    return Trace(fields["model"], streams, layers, grids, fields["skipped"], thumbnails, images, classes)
+TRACE_FIELDS = ("schema", "model", "streams", "layers", "grids", "skipped", "thumbnails", "images", "classes")
+LAYER_FIELDS = ("name", "stack", "layer", "kind", "path", "heads", "kv_head_of_query", "query_stream", "key_stream")
+CALL_FIELDS = tuple(field.name for field in fields(AttentionCallRecord))
+PICTURE_AXES = 4
 
 
-def _check_image(array: Array) -> Array:
-    if array.dtype != np.uint8 or array.ndim != 4:
-        raise ValueError(
-            f"an image of {array.dtype} {list(array.shape)} is not one of bytes [B, height, width, channels]"
-        )
+def _trace_from_record(record: Record, arrays: Mapping[str, Array]) -> Trace:
+    record.check_fields(TRACE_FIELDS)
+    grids = tuple(
+        _mask_from_record(entry, _array(entry, arrays, f"grid.{n}"))
+        for n, entry in enumerate(record.read_records("grids"))
+    )
+    layers = tuple(_layer_from_record(entry, n, arrays, grids) for n, entry in enumerate(record.read_records("layers")))
+    tables = record.read_record("streams")
+    streams = {name: tuple(map(_token_row_from_record, tables.read_records(name))) for name in tables.values}
+    pictures = {
+        kind: {name: _picture(record, arrays, f"{kind}.{name}") for name in record.read_texts(f"{kind}s", ())}
+        for kind in ("thumbnail", "image")
+    }
+    rows = record.read_list("classes", None, ())
+    classes = dict(_class_from_row(Record(f"classes[{n}]", {"row": row}, REMEDY)) for n, row in enumerate(rows))
+    skipped = record.read_record("skipped")
+    return Trace(
+        record.read_record("model").values,
+        streams,
+        layers,
+        grids,
+        {name: skipped.read_text(name) for name in skipped.values},
+        pictures["thumbnail"],
+        pictures["image"],
+        classes,
+    )
+
+
+def _array(record: Record, arrays: Mapping[str, Array], name: str) -> Array:
+    if name not in arrays:
+        record.fail("", f"has no tensor {name!r} in the file")
+    return arrays[name]
+
+
+def _picture(record: Record, arrays: Mapping[str, Array], name: str) -> Array:
+    array = _array(record, arrays, name)
+    if array.dtype != np.uint8 or array.ndim != PICTURE_AXES:
+        record.fail(name, f"is {array.dtype} {list(array.shape)}, not bytes with {PICTURE_AXES} axes")
     return array
 
 
-def _token_row_from_dict(fields: Mapping[str, Any]) -> TokenRow:
-    offsets = tuple((int(start), int(stop)) for start, stop in fields["offsets"])
-    return TokenRow(tuple(map(int, fields["ids"])), tuple(map(str, fields["words"])), offsets, str(fields["text"]))
+def _class_from_row(record: Record) -> tuple[tuple[str, int], str]:
+    site, head, name = record.read_list("row", 3)
+    cells = Record(record.where, {"site": site, "head": head, "name": name}, REMEDY)
+    return (cells.read_text("site"), cells.read_int("head", 0, MAX_HEADS)), cells.read_text("name")
 
 
-def _mask_from_dict(fields: Mapping[str, Any], values: Array) -> PackedMask:
-    batch, heads, queries, keys = map(int, fields["shape"])
-    last_axis_sizes = {"bits": -(-keys // 8), "band": queries + keys - 1, "full": keys}
-    if fields["form"] not in PACKING_FORMS or values.shape[-1] != last_axis_sizes[fields["form"]]:
-        raise ValueError(f"a mask {fields['form']!r} of shape {fields['shape']} has values of shape {values.shape}")
-    low = -np.inf if fields["low"] is None else float(fields["low"])
-    return PackedMask(fields["form"], (batch, heads, queries, keys), values, low)
+def _token_row_from_record(record: Record) -> TokenRow:
+    record.check_fields(("ids", "words", "offsets", "text"))
+    offsets = record.read_list("offsets", None, ())
+    pairs = tuple(
+        Record(f"{record.where}.offsets", {"pair": pair}, REMEDY).read_ints("pair", length=2) for pair in offsets
+    )
+    row = TokenRow(
+        record.read_ints("ids", -MAX_INTEGER),
+        record.read_texts("words"),
+        tuple((start, stop) for start, stop in pairs),
+        record.read_text("text", ""),
+    )
+    check_size(f"the number of tokens of {record.where}", len(row.ids), MAX_TRACE_TOKENS)
+    return row
 
 
-def _layer_from_dict(
-    fields: Mapping[str, Any], number: int, arrays: Mapping[str, Array], num_grids: int
+def _mask_from_record(record: Record, values: Array) -> PackedMask:
+    record.check_fields(("form", "shape", "low"))
+    batch, heads, queries, keys = shape = record.read_ints("shape", 1, MAX_TRACE_TOKENS, length=4)
+    shapes = {
+        "bits": (batch, heads, queries, -(-keys // 8)),
+        "band": (batch, heads, queries + keys - 1),
+        "full": shape,
+    }
+    form, low = record.read_text("form"), record.read_optional_number("low")
+    if form not in PACKING_FORMS or values.shape != shapes[form]:
+        record.fail("", f"is a mask {form!r} of shape {list(shape)} with values of shape {list(values.shape)}")
+    return PackedMask(form, (batch, heads, queries, keys), values, -np.inf if low is None else low)
+
+
+def _layer_from_record(
+    record: Record, number: int, arrays: Mapping[str, Array], grids: Sequence[PackedMask]
 ) -> AttentionRecord:
-    layer_arrays = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"{number}.")}
-    calls = tuple(_call_from_dict(call) for call in fields["calls"])
-    arguments = _rename_keys(fields, OLD_LAYER_KEYS)
-    arguments |= {"kv_head_of_query": tuple(arguments["kv_head_of_query"]), "calls": calls, "arrays": layer_arrays}
-    layer = AttentionRecord(**arguments)
-    for call in calls:
-        _check_call(layer, call, num_grids)
+    record = Record(record.where, _rename_keys(record.values, OLD_LAYER_KEYS), REMEDY)
+    record.check_fields((*LAYER_FIELDS, "calls"))
+    layer = AttentionRecord(
+        **{name: record.read_text(name) for name in ("name", "stack", "kind", "path", "query_stream", "key_stream")},
+        layer=record.read_int("layer", 0, MAX_INTEGER),
+        heads=record.read_int("heads", 1, MAX_HEADS),
+        kv_head_of_query=record.read_ints("kv_head_of_query", 0, MAX_HEADS),
+        calls=tuple(map(_call_from_record, record.read_records("calls"))),
+        arrays={name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"{number}.")},
+    )
+    _check_tensors(record, layer)
+    for n, call in enumerate(layer.calls):
+        if not _has_data(layer, call, grids):
+            record.fail(f"calls[{n}]", "refers to data that is not in the file")
     return layer
 
 
-def _call_from_dict(fields: Mapping[str, Any]) -> AttentionCallRecord:
-    tuples = {name: tuple(fields[name]) for name in ("queries", "keys", "grids")}
-    return AttentionCallRecord(**_rename_keys({**fields, **tuples}, OLD_CALL_KEYS))
+def _call_from_record(record: Record) -> AttentionCallRecord:
+    record = Record(record.where, _rename_keys(record.values, OLD_CALL_KEYS), REMEDY)
+    record.check_fields(CALL_FIELDS)
+    (query, end_query), (key, end_key) = (
+        record.read_ints(name, 0, MAX_TRACE_TOKENS, length=2) for name in ("queries", "keys")
+    )
+    first = record.read_optional_int("first", 0, MAX_TRACE_TOKENS)
+    if query > end_query or key > end_key:
+        record.fail("", f"has queries {query} to {end_query} and keys {key} to {end_key}")
+    check_size(f"the end of the keys of {record.where}", (first or 0) + end_key - key, MAX_TRACE_TOKENS)
+    return AttentionCallRecord(
+        queries=(query, end_query),
+        keys=(key, end_key),
+        first=first,
+        scale=record.read_number("scale", 1.0),
+        cap=record.read_optional_number("cap"),
+        causal=record.read_bool("causal", False),
+        grids=record.read_ints("grids", default=()),
+        weights=record.read_optional_int("weights"),
+        first_query_row=record.read_int("first_query_row", 0, MAX_TRACE_TOKENS, 0),
+        places=record.read_optional_int("places"),
+    )
 
 
-def _rename_keys(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    return {names.get(name, name): value for name, value in fields.items()}
+def _rename_keys(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(name, name): value for name, value in values.items()}
 
 
-def _check_call(layer: AttentionRecord, call: AttentionCallRecord, num_grids: int) -> None:
-    """Raise if a call refers to tensors or masks that the trace does not contain."""
-    if call.weights is not None:
-        exists = layer.arrays[f"weights.{call.weights}"].shape[2:] == (
-            call.queries[1] - call.queries[0],
-            call.keys[1] - call.keys[0],
-        )
-    else:
+def _check_tensors(record: Record, layer: AttentionRecord) -> None:
+    """Raise if a tensor of a layer does not have the axes of its name, or its heads."""
+    batch_sizes = set[int]()
+    for name, array in layer.arrays.items():
+        kind = name.partition(".")[0]
+        axes = TENSOR_AXES.get(kind, 0)
+        heads = {"weights": 1, "sinks": 0, "q": 2}.get(kind)
+        if array.ndim != axes or (heads is not None and array.shape[heads] != layer.heads):
+            record.fail(name, f"has shape {list(array.shape)}, of {layer.heads} heads")
+        if axes == TENSOR_AXES["q"]:
+            batch_sizes.add(len(array))
+    if {"q", "k"} <= layer.arrays.keys():
         q, k = layer.arrays["q"], layer.arrays["k"]
+        if len(layer.kv_head_of_query) != layer.heads or max(layer.kv_head_of_query) >= k.shape[2]:
+            record.fail(
+                "kv_head_of_query", f"does not give one of {k.shape[2]} key heads for each of {layer.heads} heads"
+            )
+        if q.shape[3] != k.shape[3]:
+            record.fail("", f"has queries of {q.shape[3]} channels and keys of {k.shape[3]}")
+    if len(batch_sizes) > 1 or not layer.arrays.keys() & {"q", *(f"weights.{n}" for n in range(len(layer.calls)))}:
+        record.fail("", f"holds tensors {', '.join(layer.arrays) or 'of no name'} of batches {sorted(batch_sizes)}")
+
+
+def _has_data(layer: AttentionRecord, call: AttentionCallRecord, grids: Sequence[PackedMask]) -> bool:
+    """Return whether the tensors and masks of a call are in the file, in its shape."""
+    arrays, queries, keys = layer.arrays, call.queries[1] - call.queries[0], call.keys[1] - call.keys[0]
+    if call.weights is not None:
+        weights = arrays.get(f"weights.{call.weights}")
+        exists = weights is not None and weights.shape[2:] == (queries, keys)
+    else:
         exists = (
-            call.first_query_row + call.queries[1] - call.queries[0] <= q.shape[1]
-            and call.keys[1] <= k.shape[1]
-            and q.shape[2] == len(layer.kv_head_of_query)
+            {"q", "k"} <= set(arrays)
+            and call.first_query_row + queries <= arrays["q"].shape[1]
+            and call.keys[1] <= arrays["k"].shape[1]
+            and all(n < len(grids) and _fits(grids[n], layer, (queries, keys)) for n in call.grids)
         )
-        exists = exists and max(layer.kv_head_of_query) < k.shape[2] and all(0 <= n < num_grids for n in call.grids)
-    if call.places is not None:
-        places = layer.arrays[f"places.{call.places}"]
-        exists = exists and places.shape == (call.keys[1] - call.keys[0],) and places.min(initial=0) >= 0
-    if not exists:
-        raise ValueError(f"{layer.name} refers to data that is not in the file")
+    if call.places is None or not exists:
+        return exists
+    places = arrays.get(f"places.{call.places}")
+    if places is None or places.shape != (keys,) or places.dtype.kind != "i":
+        return False
+    return bool(places.min(initial=0) >= 0 and places.max(initial=0) < MAX_TRACE_TOKENS)
+
+
+def _fits(grid: PackedMask, layer: AttentionRecord, size: tuple[int, int]) -> bool:
+    batch, heads, queries, keys = grid.shape
+    return batch in (1, layer.batch_size) and heads in (1, layer.heads) and queries in (1, size[0]) and keys == size[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 from ..distributed.parallelism import AUTO, Parallelism
 from ..errors import SpecError, suggest
 from ..interfaces.part import CheckedDataclass
+from ..size_limits import parse_toml
 from ..spec.serialization import format_toml
 
 # --- Learning-rate schedules ---------------------------------------------------------------------------
@@ -258,7 +258,8 @@ class Recipe(CheckedDataclass):
     def _check_combinations(self) -> None:
         """Raise SpecError for values that are valid alone but not together."""
         if self.batch % self.accumulate:
-            divisor = max(n for n in range(1, self.accumulate) if self.batch % n == 0)
+            small = [n for n in range(1, math.isqrt(self.batch) + 1) if self.batch % n == 0]
+            divisor = max(n for m in small for n in (m, self.batch // m) if n < self.accumulate)
             multiple = -(-self.batch // self.accumulate) * self.accumulate
             fact = f"batch={self.batch} is not divisible by accumulate={self.accumulate}"
             raise SpecError(f"{fact}; use accumulate={divisor} or batch={multiple}")
@@ -350,8 +351,4 @@ def to_toml(recipe: Recipe) -> str:
 
 def from_toml(text: str, defaults: Recipe | None = None) -> Recipe:
     """Recipe from a TOML document; fields that are missing are taken from `defaults`."""
-    try:
-        entries = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"the recipe is not valid TOML: {error}; write lines such as steps = 1000") from None
-    return from_dict(entries, defaults)
+    return from_dict(parse_toml("the recipe", text, "write lines such as steps = 1000"), defaults)

@@ -1,0 +1,114 @@
+"""A tokenizer in a process of its own, which is ended when a text takes too long or the tokenizer crashes.
+
+A regular expression or a chain of replacements of a hostile tokenizer can take hours for a short text, and holds the
+interpreter while it does. A server therefore encodes texts elsewhere, and fails the one request.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import SpecError
+
+MAX_SECONDS = 10.0  # for one text; a million tokens take about one
+WORKER = Path(__file__).with_name("tokenizer_worker.py")
+REMEDY = "give another text, or another tokenizer"
+
+
+class EncodedText(NamedTuple):
+    """The ids of a text and their offsets, or begin and end of a character that has none."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    unknown: tuple[int, int] | None = None
+
+
+class TokenizerProcess:
+    """Encodes texts with the tokenizer of a document, one after another; callable from any thread.
+
+    The process starts with the first text, and again with the next one after it was ended.
+    """
+
+    def __init__(self, document: str, max_seconds: float = MAX_SECONDS) -> None:
+        self.document, self.max_seconds = document, max_seconds
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[..., Any] | None = None
+
+    def encode(self, text: str, specials_as_text: bool) -> EncodedText:
+        """Return the ids of a text; raises SpecError if the tokenizer panics, crashes or takes too long."""
+        with self._lock:
+            answer = self._ask({"text": text, "specials_as_text": specials_as_text})
+        if "panic" in answer:
+            raise self._failure(" ".join(str(answer["panic"]).split())[:120])
+        if "unknown" in answer:
+            start, stop = answer["unknown"]
+            return EncodedText([], [], (start, stop))
+        return EncodedText(answer["ids"], [(start, stop) for start, stop in answer["offsets"]])
+
+    def close(self) -> None:
+        """End the process."""
+        if self._end is not None:
+            self._end()
+        self._process = self._end = None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C ends the server, which ends this process
+        )
+        self._process, self._end = process, weakref.finalize(self, _end_process, process)
+        _send(process, self.document)
+        return process
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        late = threading.Event()
+        try:
+            process = self._process or self._start()
+            timer = threading.Timer(self.max_seconds, _end_late, (process, late))
+            timer.start()
+            try:
+                _send(process, request)
+                assert process.stdout is not None
+                line = process.stdout.readline()
+            finally:
+                timer.cancel()
+        except OSError:  # the process has ended
+            line = b""
+        if not line.endswith(b"\n"):
+            self.close()
+            raise self._failure(f"it took longer than {self.max_seconds:g} s" if late.is_set() else "it crashed")
+        return json.loads(line)
+
+    def _failure(self, reason: str) -> SpecError:
+        return SpecError(f"the tokenizer cannot encode this text: {reason}; {REMEDY}")
+
+
+def _send(process: subprocess.Popen[bytes], value: Any) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(value).encode() + b"\n")
+    process.stdin.flush()
+
+
+def _end_late(process: subprocess.Popen[bytes], late: threading.Event) -> None:
+    late.set()
+    process.kill()
+
+
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with suppress(OSError):  # what was written to it cannot be sent any more
+                stream.close()
+    process.wait()

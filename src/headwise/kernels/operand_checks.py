@@ -1,0 +1,230 @@
+"""Checks of the operands of an operation, before their addresses reach a kernel.
+
+A kernel reads and writes memory by address and checks nothing. So every operation names the axes and dtypes of its
+tensors once, and checks each call:
+
+    CHECKS = OperandChecks("scale_rows", x=FLOAT + "R C", factors=FLOAT + "R", rows="int64: N")
+    CHECKS.check(x, factors, rows)      # same sizes for same letters, dtypes, memory that is there
+    check_indices("scale_rows", "rows", rows, x.shape[0])
+
+The dispatcher of torch resolves tensors with the negative or conjugate bit, and tensors of zeros without memory;
+`autograd_guards.can_skip_dispatcher` sends such tensors there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+FLOAT = "float32 float64: "  # dtypes of the first operand of most operations; the others have the same
+MAX_ACCEPTED = 256  # signatures of accepted calls that are remembered per operation
+
+
+class Operand(NamedTuple):
+    """One tensor of an operation: its axes, its dtypes (empty for that of the first operand), whether it may lack."""
+
+    name: str
+    axes: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    is_optional: bool
+
+    @staticmethod
+    def parse(name: str, form: str) -> Operand:
+        """Return the operand that a form such as "int64: 1|B T 2" describes; a form that ends in ? is optional.
+
+        An axis is a letter, a number, a choice of two, or * for any size.
+        """
+        dtypes, _, axes = form.rstrip("?").rpartition(":")
+        known = tuple(getattr(torch, dtype) for dtype in dtypes.split())
+        return Operand(name, tuple(axes.split()), known, form.endswith("?"))
+
+    def matches_shape(self, shape: torch.Size, sizes: dict[str, int]) -> bool:
+        """Return whether a shape fits the axes; writes the sizes of new letters."""
+        if len(shape) != len(self.axes):
+            return False
+        for axis, size in zip(self.axes, shape, strict=True):
+            choices = axis.split("|")
+            if axis.isalpha():
+                choices = [str(sizes.setdefault(axis, size))]
+            if axis != "*" and str(size) not in [str(sizes.get(choice, choice)) for choice in choices]:
+                return False
+        return True
+
+    def expected(self, dtypes: tuple[torch.dtype, ...], sizes: dict[str, int]) -> str:
+        """Return dtypes and shape as text, with the sizes that are known."""
+        axes = ["|".join(str(sizes.get(choice, choice)) for choice in axis.split("|")) for axis in self.axes]
+        return f"{' or '.join(str(dtype) for dtype in dtypes)} [{', '.join(axes)}]"
+
+
+def refuse_operands(operation: str, fact: str, remedy: str) -> NoReturn:
+    """Raise ValueError for operands that do not fit."""
+    raise ValueError(f"cannot run headwise::{operation}: {fact}; {remedy}")
+
+
+class OperandChecks:
+    """The operands of one operation; `check` takes them in the order in which they were declared.
+
+    >>> checks = OperandChecks("scale_rows", x=FLOAT + "R C", factors="R")
+    >>> checks.check(torch.ones(2, 3), torch.ones(2))
+    >>> checks.check(torch.ones(2, 3), torch.ones(4))
+    Traceback (most recent call last):
+    ValueError: cannot run headwise::scale_rows: factors is torch.float32 [4]; give torch.float32 [2]
+    """
+
+    def __init__(self, operation: str, **forms: str) -> None:
+        self.operation = operation
+        self.operands = [Operand.parse(name, form) for name, form in forms.items()]
+        self._accepted: dict[tuple[Any, ...], list[int]] = {}  # bytes of each tensor if it is contiguous, by signature
+
+    def check(self, *tensors: Tensor | None) -> None:
+        """Raise ValueError for the first tensor whose dtype, shape or memory does not fit."""
+        signature = tuple([None if t is None else (t.shape, t.dtype) for t in tensors])
+        sizes = self._accepted.get(signature)  # the common case takes less time than a small kernel
+        if sizes is None:
+            sizes = self._accept(signature, tensors)
+        for tensor, size in zip(tensors, sizes, strict=True):
+            if tensor is None:
+                continue
+            end = size if tensor.is_contiguous() and not tensor.storage_offset() else _end_in_storage(tensor)
+            if not tensor.is_cpu or tensor.untyped_storage().nbytes() < end:
+                self._refuse_memory(tensors)
+
+    def _accept(self, signature: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> list[int]:
+        self._check_each(tensors)
+        if len(self._accepted) >= MAX_ACCEPTED:
+            self._accepted.clear()
+        sizes = self._accepted[signature] = [0 if t is None else t.numel() * t.itemsize for t in tensors]
+        return sizes
+
+    def _check_each(self, tensors: Sequence[Tensor | None]) -> None:
+        sizes: dict[str, int] = {}
+        if len(tensors) != len(self.operands):
+            refuse_operands(self.operation, f"there are {len(tensors)} tensors", f"give {len(self.operands)}")
+        for operand, tensor in zip(self.operands, tensors, strict=True):
+            if tensor is None:
+                if not operand.is_optional:
+                    refuse_operands(self.operation, f"{operand.name} is missing", "give a tensor")
+                continue
+            first = tensors[0]
+            dtypes = operand.dtypes or (() if first is None else (first.dtype,))
+            if tensor.dtype not in dtypes or not operand.matches_shape(tensor.shape, sizes):
+                fact = f"{operand.name} is {tensor.dtype} {list(tensor.shape)}"
+                refuse_operands(self.operation, fact, f"give {operand.expected(dtypes, sizes)}")
+
+    def _refuse_memory(self, tensors: Sequence[Tensor | None]) -> NoReturn:
+        for operand, tensor in zip(self.operands, tensors, strict=True):
+            if tensor is None:
+                continue
+            name = f"{operand.name} {list(tensor.shape)}"
+            if not tensor.is_cpu:
+                refuse_operands(self.operation, f"{name} is on {tensor.device}", "give a tensor on the CPU")
+            size, needed = tensor.untyped_storage().nbytes(), _end_in_storage(tensor)
+            if size < needed:
+                fact = f"{name} needs {needed} bytes of a storage of {size}"
+                refuse_operands(self.operation, fact, "give a tensor whose storage was not resized")
+        raise AssertionError("no tensor lacks memory")
+
+
+def _end_in_storage(tensor: Tensor) -> int:
+    """Return the number of bytes from the begin of a tensor's storage to the end of its last element."""
+    if tensor.is_contiguous():
+        return (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+    if not tensor.numel():
+        return 0
+    last = sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
+    return (tensor.storage_offset() + last + 1) * tensor.itemsize
+
+
+def check_groups(operation: str, heads: int, num_kv_heads: int) -> None:
+    """Raise ValueError if the heads do not share the key heads evenly."""
+    if num_kv_heads < 1 or heads % num_kv_heads:
+        fact = f"{heads} heads do not share {num_kv_heads} key heads evenly"
+        refuse_operands(operation, fact, "give a multiple of the key heads")
+
+
+def check_indices(operation: str, name: str, table: Tensor, end: int) -> None:
+    """Raise ValueError if a table holds a number outside 0 to end - 1.
+
+    >>> check_indices("scale_rows", "rows", torch.tensor([0, 3]), 3)
+    Traceback (most recent call last):
+    ValueError: cannot run headwise::scale_rows: rows holds 0 to 3; give numbers from 0 to 2
+    """
+    if table.numel():
+        low, high = (int(bound) for bound in table.aminmax())
+        if low < 0 or high >= end:
+            refuse_operands(operation, f"{name} holds {low} to {high}", f"give numbers from 0 to {end - 1}")
+
+
+def check_ranges(operation: str, name: str, begin: Tensor, count: Tensor, end: int) -> None:
+    """Raise ValueError if a range of `count` numbers from `begin` is negative or goes beyond `end`.
+
+    >>> check_ranges("scale_rows", "rows", torch.tensor([0, 2]), torch.tensor([2, 2]), 3)
+    Traceback (most recent call last):
+    ValueError: cannot run headwise::scale_rows: rows holds 2 numbers from 2; give ranges within 0 to 3
+    """
+    is_outside = (begin < 0) | (count < 0) | (count > end) | (begin > end - count)
+    if bool(is_outside.any()):
+        n = int(is_outside.nonzero()[0])
+        refuse_operands(
+            operation, f"{name} holds {int(count[n])} numbers from {int(begin[n])}", f"give ranges within 0 to {end}"
+        )
+
+
+# --- Operations of `flash_attention` ----------------------------------------------------------------------
+
+TENSOR_FORMS = {"q": FLOAT + "B T H K", "k": "B S G K", "v": "B S G V", "out": "B T H V?", "lse": "B T H?"}
+GRAD_FORM = "B T H V?"
+GATHERED_CHECKS = OperandChecks(
+    "gathered_attention",
+    **TENSOR_FORMS,
+    grad=GRAD_FORM,
+    query_rows="int64: R",
+    key_ranges="int64: 1|B T 2",
+    work_items="int64: * 6",
+)
+FLASH_CHECKS = OperandChecks("flash_attention", **TENSOR_FORMS, grad=GRAD_FORM, ends="int64: 1|B T 2?")
+
+
+def _with_saved(tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Return q, k, v, output, log-sum-exp and gradient; a forward pass has only the first three."""
+    return (*tensors, None, None, None) if len(tensors) == 3 else tuple(tensors)
+
+
+def check_flash_operands(tensors: Sequence[Tensor], ends: Tensor | None) -> None:
+    """Raise ValueError for tensors that do not fit each other, or key ranges outside the keys.
+
+    `tensors` holds q, k, v and, in a backward pass, output, log-sum-exp and gradient.
+    """
+    FLASH_CHECKS.check(*_with_saved(tensors), ends)
+    check_groups("flash_attention", tensors[0].shape[2], tensors[1].shape[2])
+    if ends is not None:
+        check_indices("flash_attention", "ends", ends, tensors[1].shape[1] + 1)
+
+
+def check_gathered_operands(tensors: Sequence[Tensor], tables: Sequence[Tensor], max_rows: int | None = None) -> None:
+    """Raise ValueError for tensors that do not fit each other, or tables that point outside them.
+
+    `tables` holds query rows, key ranges and work items; an item of a forward pass has at most `max_rows` rows.
+    """
+    name = GATHERED_CHECKS.operation
+    GATHERED_CHECKS.check(*_with_saved(tensors), *tables)
+    q, k, *_ = tensors
+    query_rows, key_ranges, items = tables
+    check_groups(name, q.shape[2], k.shape[2])
+    check_indices(name, "query_rows", query_rows, q.shape[:3].numel())
+    check_indices(name, "key_ranges", key_ranges, k.shape[1] + 1)
+    kv_rows = len(k) * k.shape[2]
+    kv_row, first, rows, begin, end, part = items.unbind(1)
+    check_indices(name, "column 0 of work_items", kv_row, kv_rows)
+    check_ranges(name, "work_items", first, rows, len(query_rows))
+    check_ranges(name, "the keys of work_items", begin, end - begin, k.shape[1])
+    if max_rows is not None:
+        check_indices(name, "column 2 of work_items", rows, max_rows + 1)
+        return
+    num_parts, remainder = divmod(len(items), max(1, kv_rows))
+    if num_parts < 1 or remainder:
+        refuse_operands(name, f"there are {len(items)} work items", f"give a multiple of {kv_rows} key heads of rows")
+    check_indices(name, "column 5 of work_items", part, num_parts)

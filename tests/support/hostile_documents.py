@@ -1,0 +1,331 @@
+"""Every parser of headwise that reads what others wrote: hostile inputs for it, and the call that reads one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import struct
+import tempfile
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from hypothesis import strategies as st
+
+import headwise as hw
+from headwise import families, model_spec
+from headwise.api_server import request_fields
+from headwise.api_server.chat_template import ChatTemplate
+from headwise.cli.run import requests
+from headwise.data import images, open_data, tokenizer_calls
+from headwise.generation.text_output import ModelTokenizer
+from headwise.head_analysis.annotated_examples import parse_alignment_links, read_conllu
+from headwise.hub import checkpoint_weights, llama2c, tokenizer_files
+from headwise.masking.patterns import parse_pattern
+from headwise.model_spec.serialization import ModelManifest, SurgeryRecord
+from headwise.parts.rotary_embedding import Rotary
+from headwise.spec.serialization import to_dict as spec_to_dict
+from headwise.studies.study_file import read_study
+from headwise.surgery.pruning_plan import PruningPlan
+from headwise.traces import trace_file
+from headwise.training import recipe
+
+from .hostile_values import damaged_bytes, hostile_trees, texts_of, to_toml_text
+
+OLD_FILES = Path(__file__).resolve().parent.parent / "old_files"
+GPT2 = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
+
+
+class Parser(NamedTuple):
+    """One parser: a strategy of its inputs, and the call that reads one."""
+
+    inputs: st.SearchStrategy[Any]
+    read: Callable[[Any], object]
+    seconds: float = 5.0  # for one input
+
+
+@functools.cache
+def scratch_folder() -> Path:
+    """Return a folder of this process for the files that parsers read."""
+    folder = tempfile.TemporaryDirectory(prefix="headwise-hostile-")
+    FOLDERS.append(folder)
+    return Path(folder.name)
+
+
+FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def write_file(name: str, content: str | bytes) -> Path:
+    """Write a file that a parser reads, in place of the one before."""
+    path = scratch_folder() / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+    return path
+
+
+def reads_file(name: str, read: Callable[[Path], object]) -> Callable[[str | bytes], object]:
+    """Return a call that writes an input to a file and reads that."""
+    return lambda content: read(write_file(name, content))
+
+
+# --- Specs, models, recipes, plans --------------------------------------------------------------------------
+
+SPECS = [
+    spec_to_dict(hw.design(model=8, heads=4, kv=2, pattern="causal() & window(3)", modifiers=(Rotary(),))),
+    spec_to_dict(hw.design(preset="mla", model=16, heads=2)),
+    spec_to_dict(hw.design(preset="dcmha", model=8, heads=2)),
+    spec_to_dict(hw.design(preset="entmax", model=8, heads=2)),
+]
+PATTERNS = [
+    "causal() & window(3)",
+    "full() | first(2)",
+    "~segments(4)",
+    "bigbird(3, 2, 1)",
+    "dilated(2, 3)",
+    "blocks(7)",
+]
+RECIPES = [recipe.to_dict(recipe.Recipe()), {"steps": 5, "batch": 8, "accumulate": 2, "aux_losses": {"l0": 0.5}}]
+MODELS = [model_spec.to_dict(families.read_model_spec(GPT2))]
+PLAN_MODEL = families.read_model_spec(GPT2)
+PLANS = [PruningPlan.without(PLAN_MODEL, [("decoder.0.attention", 1)], "by hand").data]
+CONFIGS = [
+    GPT2,
+    {
+        "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 31, "rope_theta": 1e4,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    },
+    {"model_type": "bert", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "id2label": {"0": "a"}},
+    {"model_type": "t5", "d_model": 16, "num_heads": 2, "d_kv": 8, "d_ff": 24, "num_layers": 2, "vocab_size": 31},
+    {"model_type": "vit", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 32},
+    {"model_type": "falcon", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "alibi": True},
+    {
+        "model_type": "deepseek_v3", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2,
+        "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+        "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+    },
+    {"model_type": "gemma2", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "head_dim": 8},
+]  # fmt: skip
+
+
+def _manifest_seeds() -> list[Any]:
+    return [tomllib.loads((OLD_FILES / "models" / name / "headwise.toml").read_text()) for name in ("decoder", "gated")]
+
+
+def _read_config(tree: Any) -> object:
+    return families.read_model_spec(tree if isinstance(tree, dict) else {"model_type": tree})
+
+
+# --- Traces -------------------------------------------------------------------------------------------------
+
+TRACE = OLD_FILES / "traces" / "generated.trace"
+
+
+@functools.cache
+def _trace_parts() -> tuple[Any, dict[str, np.ndarray]]:
+    document, _, arrays = trace_file._read_safetensors(TRACE)
+    return json.loads(document), {name: np.array(array) for name, array in arrays.items()}
+
+
+def read_trace_document(text: str) -> object:
+    """Read a trace whose document was replaced, with the right checksum, and everything that its pictures need."""
+    from safetensors.numpy import save_file
+
+    arrays = _trace_parts()[1]
+    metadata = {trace_file.DOCUMENT_KEY: text, trace_file.CHECKSUM_KEY: trace_file._compute_checksum(text, arrays)}
+    path = scratch_folder() / "a.trace"
+    save_file(arrays, path, metadata)
+    trace = hw.load_trace(path)
+    for layer in trace.layers:
+        for head in range(min(layer.heads, 3)):
+            trace.head_weights(layer.name, head)
+            trace.head_mask(layer.name, head)
+    return trace.data
+
+
+# --- Texts, tokenizers, data --------------------------------------------------------------------------------
+
+CONLLU = (
+    "# text = Dogs don't bark\n1\tDogs\t_\t_\t_\t_\t3\tnsubj:pass\t_\t_\n2-3\tdon't\t_\t_\t_\t_\t_\t_\t_\t_\n"
+    "2\tdo\t_\t_\t_\t_\t3\taux\t_\t_\n3\tn't\t_\t_\t_\t_\t0\troot\t_\t_\n3.1\tx\t_\t_\t_\t_\t_\t_\t_\t_\n"
+    "4\tbark\t_\t_\t_\t_\t3\tobj\t_\t_\n\n"
+)
+NAMES = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+TOKENIZERS = [
+    {
+        "version": "1.0", "added_tokens": [], **dict.fromkeys(NAMES),
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]},
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "a+|b"}, "behavior": "Isolated", "invert": False},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
+    },
+    {
+        "version": "1.0", **dict.fromkeys(NAMES), "pre_tokenizer": {"type": "Whitespace"},
+        "added_tokens": [{"id": 0, "content": "[UNK]", "single_word": False, "lstrip": False, "rstrip": False,
+                          "normalized": False, "special": True}],
+        "model": {"type": "WordPiece", "vocab": {"[UNK]": 0, "a": 1, "##b": 2}, "unk_token": "[UNK]",
+                  "continuing_subword_prefix": "##", "max_input_chars_per_word": 100},
+    },
+]  # fmt: skip
+
+
+def _read_tokenizer(text: str) -> object:
+    path = write_file("tokenizer.json", text)
+    tokenizer_calls.read_tokenizer_file(path)
+    try:
+        tokenizer = ModelTokenizer(text)
+    except ValueError:
+        raise
+    except Exception as error:  # parse_tokenizer raises what the library raises; its callers say which file it was
+        raise ValueError(str(error)) from None
+    return tokenizer.text(tokenizer.ids("ab")[:3])
+
+
+def _llama2c_tokenizer() -> bytes:
+    pieces = [b"<unk>", b"<s>", b"</s>", b"a", b"b", b"ab"]
+    rows = [struct.pack("<fi", -float(n), len(piece)) + piece for n, piece in enumerate(pieces)]
+    return struct.pack("<i", 5) + b"".join(rows)
+
+
+def _llama2c_checkpoint() -> bytes:
+    header = llama2c.Llama2cHeader(8, 16, 1, 2, 2, 6, 16)
+    return llama2c.HEADER.pack(*header) + bytes(header.file_size - llama2c.HEADER.size)
+
+
+def _safetensors_bytes() -> bytes:
+    from safetensors.numpy import save
+
+    return save({"a": np.zeros((2, 3), np.float32), "b": np.ones(4, np.float16)}, {"format": "pt"})
+
+
+def _read_safetensors_folder(content: bytes) -> object:
+    path = write_file("weights/model.safetensors", content)
+    return [tensor.sum() for _, tensor in checkpoint_weights.SafetensorsFolder(path.parent).iter_tensors()]
+
+
+def _read_index(text: str) -> object:
+    path = write_file("index/model.safetensors.index.json", text)
+    write_file("index/one.safetensors", _safetensors_bytes())
+    return checkpoint_weights.SafetensorsFolder(path.parent).infos
+
+
+def _read_image_array(kind: str) -> Callable[[bytes], object]:
+    readers: Mapping[str, Callable[[Path], Any]] = {
+        "npz": images.read_npz, "npy": images.open_npy, "idx": images.read_idx,
+    }  # fmt: skip
+    return reads_file(f"array.{kind}", readers[kind])
+
+
+def _array_bytes(kind: str) -> bytes:
+    path = scratch_folder() / f"seed.{kind}"
+    if kind == "npz":
+        np.savez(path, images=np.zeros((2, 4, 4), np.uint8), labels=np.arange(2))
+    elif kind == "npy":
+        np.save(path, np.arange(12, dtype=np.uint16))
+    else:
+        path.write_bytes(struct.pack(">BBBB2I", 0, 0, 8, 2, 2, 3) + bytes(6))
+    return path.read_bytes()
+
+
+def _png_bytes() -> bytes:
+    from PIL import Image
+
+    path = scratch_folder() / "seed.png"
+    Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)).save(path)
+    return path.read_bytes()
+
+
+def _read_picture(content: bytes) -> object:
+    path = write_file("pictures/a/a.png", content)
+    return images.ImageFiles([path], ()).take(np.array([0]))
+
+
+def _read_jsonl(text: str) -> object:
+    valid = json.dumps({"text": "a few words of a text", "label": "b"}) + "\n"
+    path = write_file("texts.jsonl", 50 * valid + text.replace("\n", " ") + "\n" + valid)
+    return open_data(str(path))
+
+
+STUDIES = [
+    {
+        "hypothesis": "a", "baseline": "mha", "match": "none", "seeds": [1, 2], "recipe": {"steps": 4},
+        "model": {"layers": 1}, "variants": {"mha": {}, "small": {"preset": "gqa", "options": {"kv": 2}, "lr": [0.01]}},
+        "tasks": {"copy": {"threshold": 0.5, "symbols": 5, "block": 4, "gap": 2}},
+    }
+]  # fmt: skip
+COMPLETIONS = [
+    {"prompt": "Once", "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "n": 2, "seed": 1, "stop": ["a"]},
+    {"prompt": [[1, 2], [3]], "logprobs": 2, "echo": True, "stream": False},
+    {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}},
+    {"prompt": "a", "structured_outputs": {"regex": "[0-9]+"}},
+]
+CHATS = [
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "max_tokens": 3, "logprobs": True}
+]
+REQUESTS = [{"prompt": "ab", "max_new_tokens": 2, "temperature": 0.5, "seed": 3, "stop": ["x"]}]
+RECORDS = [json.loads((OLD_FILES / "models" / name / "heads.json").read_text()) for name in ("pruned", "latent")]
+PROCESSORS = [{"do_normalize": True, "image_mean": [0.5], "image_std": [0.5], "size": {"height": 4, "width": 4}}]
+TEMPLATES = [
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+    "{{ messages[0]['content'] | upper }}",
+]
+
+
+def _render(text: str) -> object:
+    return ChatTemplate(text).render([request_fields.ChatMessage("user", "Hello")])
+
+
+def _decoded(seed: str) -> st.SearchStrategy[str]:
+    return damaged_bytes(seed.encode(), 6).map(lambda data: data.decode("utf-8", "replace"))
+
+
+PARSERS: dict[str, Parser] = {
+    "spec TOML": Parser(texts_of(SPECS, to_toml_text), hw.from_toml),
+    "spec JSON": Parser(texts_of(SPECS), hw.from_json),
+    "pattern": Parser(st.one_of([_decoded(text) for text in PATTERNS]), parse_pattern),
+    "recipe TOML": Parser(texts_of(RECIPES, to_toml_text), recipe.from_toml),
+    "model TOML": Parser(texts_of(MODELS, to_toml_text), model_spec.from_toml),
+    "model JSON": Parser(texts_of(MODELS), model_spec.from_json),
+    "headwise.toml": Parser(
+        texts_of(_manifest_seeds(), to_toml_text), lambda text: ModelManifest.from_toml(text, "it")
+    ),
+    "config.json": Parser(hostile_trees(CONFIGS), _read_config),
+    "trace document": Parser(st.deferred(lambda: texts_of([_trace_parts()[0]])), read_trace_document),
+    "trace bytes": Parser(st.deferred(lambda: damaged_bytes(TRACE.read_bytes())), reads_file("b.trace", hw.load_trace)),
+    "pruning plan": Parser(hostile_trees(PLANS), lambda tree: PruningPlan.from_dict(PLAN_MODEL, tree)),
+    "heads.json": Parser(texts_of(RECORDS), reads_file("heads.json", SurgeryRecord.from_file)),
+    "CoNLL-U": Parser(_decoded(CONLLU), lambda text: list(read_conllu(text.split("\n")))),
+    "word alignments": Parser(_decoded("0-0 1-2 2?1"), lambda text: parse_alignment_links(text, 1)),
+    "tokenizer.json": Parser(texts_of(TOKENIZERS), _read_tokenizer),
+    "llama2.c tokenizer": Parser(
+        damaged_bytes(_llama2c_tokenizer()),
+        reads_file("tokenizer.bin", lambda path: llama2c.make_tokenizer_json(path, 6)),
+    ),
+    "llama2.c checkpoint": Parser(
+        damaged_bytes(_llama2c_checkpoint()), reads_file("model.bin", lambda path: llama2c.Llama2cTensors(path).infos)
+    ),
+    "study TOML": Parser(texts_of(STUDIES, to_toml_text), reads_file("study.toml", read_study)),
+    "safetensors": Parser(damaged_bytes(_safetensors_bytes()), _read_safetensors_folder),
+    "safetensors index": Parser(
+        texts_of([{"metadata": {}, "weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}]), _read_index
+    ),
+    "completion request": Parser(hostile_trees(COMPLETIONS), lambda tree: _read_fields(tree, "completion")),
+    "chat request": Parser(hostile_trees(CHATS), lambda tree: _read_fields(tree, "chat")),
+    "chat template": Parser(st.one_of([_decoded(text) for text in TEMPLATES]), _render),
+    "request line": Parser(texts_of(REQUESTS), lambda text: requests._parse_request(text.encode("utf-8", "replace"))),
+    "preprocessor_config.json": Parser(texts_of(PROCESSORS), reads_file("a.json", tokenizer_files.read_json)),
+    "JSONL": Parser(texts_of([{"text": "a", "label": "b"}]), _read_jsonl),
+    "npz": Parser(st.deferred(lambda: damaged_bytes(_array_bytes("npz"))), _read_image_array("npz")),
+    "npy": Parser(st.deferred(lambda: damaged_bytes(_array_bytes("npy"))), _read_image_array("npy")),
+    "idx": Parser(st.deferred(lambda: damaged_bytes(_array_bytes("idx"))), _read_image_array("idx")),
+    "PNG": Parser(st.deferred(lambda: damaged_bytes(_png_bytes())), _read_picture),
+}
+
+
+def _read_fields(tree: Any, kind: str) -> object:
+    if not isinstance(tree, dict):
+        raise ValueError("the server refuses it before")
+    read = request_fields.read_completion_fields if kind == "completion" else request_fields.read_chat_fields
+    return read(tree)
