@@ -69,9 +69,8 @@ def read_chunks(path: Path) -> Iterator[bytes]:
     try:
         with cast(BinaryIO, gzip.open(path) if is_packed else path.open("rb")) as file:
             while piece := file.read(CHUNK_BYTES):
-                size += len(piece)
-                if is_packed:
-                    check_unpacked_size(path, size)
+                size += len(piece) if is_packed else 0
+                check_unpacked_size(path, size)
                 yield piece
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise SpecError(f"{path} is a damaged gzip file: {error}; download or create it again") from None

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -60,7 +59,7 @@ GEMV_KERNELS = KernelSet("small_batch_kernels", GEMV_DTYPES, gemv=("run_gemv", G
 # --- The operation `headwise::small_batch_matmul` --------------------------------------------------------------------
 
 BLOCKS_PER_THREAD, MAX_BLOCK_BYTES = 2, 2**19  # minimum number of blocks per thread; maximum bytes of a block
-ASSUMED_L2_BYTES = 2**20
+PACKED_TOKEN_BYTES = (this_machine().cache_bytes(2) or 2**20) // 2  # of the tokens that are multiplied at a time
 GEMV_CHECKS = OperandChecks("small_batch_matmul", x="float32 bfloat16: M K")
 MATRIX_CHECKS = OperandChecks("small_batch_matmul", matrix="float32 bfloat16: N K")
 
@@ -105,11 +104,9 @@ def _launch_gemv(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     return y
 
 
-@cache
 def _tokens_per_pass(width: int) -> int:
     """Return how many tokens are multiplied at a time: packed in float32, they fill half of the second-level cache."""
-    size = this_machine().cache_bytes(2) or ASSUMED_L2_BYTES
-    return max(1, size // 2 // (4 * max(width, 1) * GEMV_TILE_SIZE)) * GEMV_TILE_SIZE
+    return max(1, PACKED_TOKEN_BYTES // (4 * max(width, 1) * GEMV_TILE_SIZE)) * GEMV_TILE_SIZE
 
 
 def _run_gemv(x_MK: Tensor, matrices: Sequence[Tensor], y: Tensor) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..interfaces import Part
+from ..machine.takeover_points import assume_points, points_of_class
 from ..spec.attention_spec import AttentionSpec
 from .attention import Attention
 
@@ -109,6 +110,7 @@ class OperationTrace:
 def walk(spec: AttentionSpec, batch: int = 5, tokens: int = 10, source_tokens: int | None = None) -> OperationTrace:
     """Trace a layer of this spec on a random input [batch, tokens, model], run by the `dense` backend.
 
+    Products and norms are torch's operations, so that the steps are the same on every machine.
     With `source_tokens`, or if the spec has a source width, the layer attends to a second random sequence.
     """
     sizes = {"batch": batch, "tokens": tokens, "source_tokens": 1 if source_tokens is None else source_tokens}
@@ -117,7 +119,8 @@ def walk(spec: AttentionSpec, batch: int = 5, tokens: int = 10, source_tokens: i
             raise ValueError(f"cannot trace a layer with {name}={size!r}; give an integer of at least 1")
     if source_tokens is None and spec.source is not None:
         source_tokens = tokens
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    torch_operations = points_of_class("other")
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), assume_points(torch_operations):
         layer = Attention(spec, backend="dense").eval()
         x_BTD = torch.randn(batch, tokens, spec.model)
         z_BSE = None if source_tokens is None else torch.randn(batch, source_tokens, spec.source or spec.model)

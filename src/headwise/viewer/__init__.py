@@ -11,12 +11,14 @@ In reading order:
 - `model_actions`, `lab_actions`, `similarity_actions`, `comparison_actions`, `cost_actions`: the jobs: capture a text,
   measure the heads, ablate them, find similar heads, compare two runs, and cost.
 - `lab_runs`, `lab_recipes`: runs of the open text with some heads ablated; the Python lines that repeat them.
+- `lab_evaluation`: the loss of these runs over several texts.
 - `lab_checks`: the same outputs by a copy without the weights of these heads, and the text continued by both.
 - `evidence_actions`: the jobs that find the texts that show a class, and measure dependency relations.
 - `generation_actions`: the job that continues the open text, with the weights of every decode step.
 - `analysis_answers`: products by channel, aggregates of heads, written tokens, and images.
 - `step_answers`: the computation of one head for one query, step by step.
 - `surgery_actions`, `surgery_arguments`: the jobs that plan, prune and convert, with proofs; what they are asked for.
+- `sentences`: Chinese translations of the sentences that the server and the library write.
 - `http_security`: which requests are answered, and the headers of every answer.
 - `server`: the routes of the HTTP interface, and `serve`.
 - `html_export`: a single HTML file of what is open, with the answers of `export_answers`; `export_files`: weights,

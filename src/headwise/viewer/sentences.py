@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +19,9 @@ MAX_SENTENCE = 2_000  # characters; longer ones stay as they are
 MAX_SENTENCES = 500  # that one request may ask for
 # Where a sentence is divided, and what joins the translated parts.
 SEPARATORS = ((". ", "\u3002"), ("; ", "\uff1b"), (": ", "\uff1a"), (", ", "\uff0c"), (" and ", "\u548c"))
+
+# The catalogue, read when the first sentence is translated.
+_SENTENCES: dict[str, str] = {}
 
 
 class Template(NamedTuple):
@@ -48,21 +50,25 @@ class Template(NamedTuple):
         return [*values, sentence[begin:end]]
 
 
-@cache
+_TEMPLATES: list[Template] = []
+
+
 def read_catalogue() -> dict[str, str]:
     """All sentences of the catalogue with their translations."""
-    sections = tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))
-    return {sentence: text for section in sections.values() for sentence, text in section.items()}
+    if not _SENTENCES:
+        sections = tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))
+        _SENTENCES.update({sentence: text for section in sections.values() for sentence, text in section.items()})
+    return _SENTENCES
 
 
-@cache
-def _templates() -> tuple[Template, ...]:
+def _templates() -> list[Template]:
     """The sentences with values, those with most text of their own first."""
-    found = [Template(tuple(key.split("{}")), text) for key, text in read_catalogue().items() if "{}" in key]
-    return tuple(sorted(found, key=lambda template: -sum(map(len, template.literals))))
+    if not _TEMPLATES:
+        templates = [Template(tuple(key.split("{}")), text) for key, text in read_catalogue().items() if "{}" in key]
+        _TEMPLATES.extend(sorted(templates, key=lambda template: -sum(map(len, template.literals))))
+    return _TEMPLATES
 
 
-@lru_cache(maxsize=4096)
 def translate(sentence: str) -> str | None:
     """A sentence in Chinese; None if the catalogue has neither it nor all of its parts.
 
@@ -103,8 +109,8 @@ def _by_parts(sentence: str) -> str | None:
 
 def translate_all(sentences: Iterable[str]) -> dict[str, str]:
     """The translations that there are, by sentence."""
-    found = {sentence: translate(sentence) for sentence in sentences}
-    return {sentence: text for sentence, text in found.items() if text is not None}
+    translations = {sentence: translate(sentence) for sentence in sentences}
+    return {sentence: text for sentence, text in translations.items() if text is not None}
 
 
 def iter_sentences(answer: Any, is_sentence: bool = False) -> Iterator[str]:
