@@ -195,6 +195,7 @@ def test_no_screen_has_an_english_sentence_in_chinese(page: Any, with_model: boo
     with served(sample_model(with_model=with_model)) as url:
         open_chinese(page, url)
         screens = page.get_by_role("navigation").get_by_role("link").evaluate_all("all => all.map((a) => a.hash)")
+        assert len(screens) >= 11
         for address in (*screens, "#/classify?table=1", "#/map?table=1", "#/head?table=1", "#/steps?table=1"):
             wait_for_chinese(page, address)
 
@@ -225,6 +226,7 @@ def test_progress_is_chinese(page: Any, monkeypatch: pytest.MonkeyPatch):
         page.evaluate("location.hash = '#/cost'")
         page.get_by_role("button", name="计算开销").click()
         page.get_by_text("1 / 3 已消融 3 个头").wait_for()
+        assert page.get_by_text("heads ablated").count() == 0
         is_seen.set()
 
 
@@ -236,6 +238,7 @@ def test_an_exported_file_holds_its_translations(page: Any, tmp_path: Path):
     page.get_by_role("gridcell").first.wait_for()
     wait_for_chinese(page, "#/open")
     page.get_by_text("查询和键").first.wait_for()
+    assert page.get_by_text("queries and keys").count() == 0
     wait_for_chinese(page, "#/classify")
 
 

@@ -12,6 +12,7 @@ In reading order:
   measure the heads, ablate them, find similar heads, compare two runs, and cost.
 - `lab_runs`, `lab_recipes`: runs of the open text with some heads ablated; the Python lines that repeat them.
 - `lab_checks`: the same outputs by a copy without the weights of these heads, and the text continued by both.
+- `lab_evaluation`: the job that measures the loss over several texts with and without the ablated heads.
 - `evidence_actions`: the jobs that find the texts that show a class, and measure dependency relations.
 - `generation_actions`: the job that continues the open text, with the weights of every decode step.
 - `analysis_answers`: products by channel, aggregates of heads, written tokens, and images.
@@ -19,6 +20,7 @@ In reading order:
 - `surgery_actions`, `surgery_arguments`: the jobs that plan, prune and convert, with proofs; what they are asked for.
 - `http_security`: which requests are answered, and the headers of every answer.
 - `server`: the routes of the HTTP interface, and `serve`.
+- `sentences`: translations of the sentences that the server and the library write.
 - `html_export`: a single HTML file of what is open, with the answers of `export_answers`; `export_files`: weights,
   measures and the trace as files.
 - `bundled_sample`: the small translator that `headwise view` opens without arguments, its trace and its measures.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +17,11 @@ CATALOGUE = Path(__file__).with_name("sentences_zh.toml")
 FIELDS = frozenset(["capture", "evidence", "missing", "note", "notes", "reason", "skipped", "warnings"])
 MAX_SENTENCE = 2_000  # characters; longer ones stay as they are
 MAX_SENTENCES = 500  # that one request may ask for
+MAX_REMEMBERED = 4096  # translations
+UNKNOWN = "?"  # of a sentence that was not asked for yet
+FULL_STOP = "\u3002"
 # Where a sentence is divided, and what joins the translated parts.
-SEPARATORS = ((". ", "\u3002"), ("; ", "\uff1b"), (": ", "\uff1a"), (", ", "\uff0c"), (" and ", "\u548c"))
+SEPARATORS = ((". ", FULL_STOP), ("; ", "\uff1b"), (": ", "\uff1a"), (", ", "\uff0c"), (" and ", "\u548c"))
 
 
 class Template(NamedTuple):
@@ -48,21 +50,23 @@ class Template(NamedTuple):
         return [*values, sentence[begin:end]]
 
 
-@cache
 def read_catalogue() -> dict[str, str]:
     """All sentences of the catalogue with their translations."""
     sections = tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))
     return {sentence: text for section in sections.values() for sentence, text in section.items()}
 
 
-@cache
-def _templates() -> tuple[Template, ...]:
+def make_templates(catalogue: Mapping[str, str]) -> tuple[Template, ...]:
     """The sentences with values, those with most text of their own first."""
-    found = [Template(tuple(key.split("{}")), text) for key, text in read_catalogue().items() if "{}" in key]
-    return tuple(sorted(found, key=lambda template: -sum(map(len, template.literals))))
+    templates = (Template(tuple(key.split("{}")), text) for key, text in catalogue.items() if "{}" in key)
+    return tuple(sorted(templates, key=lambda template: -sum(map(len, template.literals))))
 
 
-@lru_cache(maxsize=4096)
+ENTRIES = read_catalogue()
+TEMPLATES = make_templates(ENTRIES)
+_translations: dict[str, str | None] = {}  # of the last sentences, because a page asks for the same ones again
+
+
 def translate(sentence: str) -> str | None:
     """A sentence in Chinese; None if the catalogue has neither it nor all of its parts.
 
@@ -72,17 +76,27 @@ def translate(sentence: str) -> str | None:
     """
     if len(sentence) > MAX_SENTENCE:
         return None
+    text = _translations.get(sentence, UNKNOWN)
+    if text is UNKNOWN:
+        text = _translate(sentence)
+        if len(_translations) >= MAX_REMEMBERED:
+            _translations.clear()
+        _translations[sentence] = text
+    return text
+
+
+def _translate(sentence: str) -> str | None:
     if sentence.endswith("."):
         text = translate(sentence[:-1])
-        return None if text is None else f"{text}。"
+        return None if text is None else f"{text}{FULL_STOP}"
     lower = sentence[:1].lower() + sentence[1:]
     return _translate_whole(sentence) or (translate(lower) if lower != sentence else None) or _by_parts(sentence)
 
 
 def _translate_whole(sentence: str) -> str | None:
-    if text := read_catalogue().get(sentence):
+    if text := ENTRIES.get(sentence):
         return text
-    for template in _templates():
+    for template in TEMPLATES:
         values = template.match(sentence)
         if values is not None and not any(". " in value or "; " in value for value in values):
             return template.translation.format(*(translate(value) or value for value in values))
@@ -103,8 +117,8 @@ def _by_parts(sentence: str) -> str | None:
 
 def translate_all(sentences: Iterable[str]) -> dict[str, str]:
     """The translations that there are, by sentence."""
-    found = {sentence: translate(sentence) for sentence in sentences}
-    return {sentence: text for sentence, text in found.items() if text is not None}
+    pairs = ((sentence, translate(sentence)) for sentence in sentences)
+    return {sentence: text for sentence, text in pairs if text is not None}
 
 
 def iter_sentences(answer: Any, is_sentence: bool = False) -> Iterator[str]:

@@ -59,14 +59,13 @@ def compute_similarity(model: OpenModel, arguments: Mapping[str, Any], progress:
     )
     by_attention = [_group_by_attention(group) for group in result.readers]
     by_outputs = [
-        found
+        group_by_similarity("outputs", group.streams, group.heads, group.outputs)
         for group in result.readers
         if group.outputs is not None
-        and (found := group_by_similarity("outputs", group.streams, group.heads, group.outputs))
     ]
     progress(len(examples), len(examples), "comparing circuits")
     by_circuits, notes = _group_by_circuits(model)
-    groups = [*by_attention, *by_outputs, *by_circuits]
+    groups = [*by_attention, *(group for group in by_outputs if group is not None), *by_circuits]
     return _encode_groups(model, groups, texts=len(examples), notes=[*result.notes, *notes])
 
 
@@ -93,14 +92,14 @@ def group_by_similarity(
     """
     from ..head_analysis.head_similarity import average_linkage, embed_in_plane
 
-    kept = [number for number in range(len(heads)) if np.isfinite(similarity[number, number])]
-    if len(kept) < 2:
+    comparable = [number for number in range(len(heads)) if np.isfinite(similarity[number, number])]
+    if len(comparable) < 2:
         return None
-    distances = np.clip(1 - similarity[np.ix_(kept, kept)], 0, None)
+    distances = np.clip(1 - similarity[np.ix_(comparable, comparable)], 0, None)
     np.fill_diagonal(distances, 0)
     merges, points = average_linkage(distances), embed_in_plane(distances).points
-    chosen = tuple(heads[number] for number in kept)
-    return HeadGroup(by, streams, chosen, distances, points, merges, HALF_SIMILAR, len(kept))
+    chosen = tuple(heads[number] for number in comparable)
+    return HeadGroup(by, streams, chosen, distances, points, merges, HALF_SIMILAR, len(comparable))
 
 
 def _group_by_circuits(model: OpenModel) -> tuple[list[HeadGroup], list[str]]:
@@ -111,15 +110,15 @@ def _group_by_circuits(model: OpenModel) -> tuple[list[HeadGroup], list[str]]:
     if len(model.heads) > MAX_CIRCUITS:
         return [], [f"OV circuits are not compared: there are more than {MAX_CIRCUITS} heads"]
     try:
-        found = compare_circuits(model.get_model(), "ov")
+        circuits = compare_circuits(model.get_model(), "ov")
     except (ValueError, KeyError, NotImplementedError) as error:
         return [], [f"OV circuits are not compared: {error}"]
-    values = found.values.cpu().numpy()
+    values = circuits.values.cpu().numpy()
     groups: list[HeadGroup] = []
-    left = [number for number, head in enumerate(found.heads) if head.site in names]
+    left = [number for number, head in enumerate(circuits.heads) if head.site in names]
     while left:
         alike = [number for number in left if np.isfinite(values[left[0], number])] or left[:1]
-        heads = [found.heads[number] for number in alike]
+        heads = [circuits.heads[number] for number in alike]
         if group := group_by_similarity("circuits", (), heads, values[np.ix_(alike, alike)]):
             groups.append(group)
         left = [number for number in left if number not in alike]
