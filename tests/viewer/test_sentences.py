@@ -183,12 +183,11 @@ def open_chinese(page: Any, url: str) -> None:
     page.get_by_role("gridcell").first.wait_for()
 
 
-def check_chinese(page: Any, address: str) -> None:
+def wait_for_chinese(page: Any, address: str) -> None:
     page.evaluate(f"location.hash = '{address}'")
     page.get_by_role("heading", level=1).first.wait_for()
     wait_until(page, "!document.querySelector('.jobs .note:not(.bad)')")
     wait_until(page, f"({ENGLISH_TEXTS})().length === 0")
-    assert page.evaluate(f"({ENGLISH_TEXTS})()") == []
 
 
 @pytest.mark.parametrize("with_model", [True, False])
@@ -196,8 +195,9 @@ def test_no_screen_has_an_english_sentence_in_chinese(page: Any, with_model: boo
     with served(sample_model(with_model=with_model)) as url:
         open_chinese(page, url)
         screens = page.get_by_role("navigation").get_by_role("link").evaluate_all("all => all.map((a) => a.hash)")
+        assert len(screens) >= 11
         for address in (*screens, "#/classify?table=1", "#/map?table=1", "#/head?table=1", "#/steps?table=1"):
-            check_chinese(page, address)
+            wait_for_chinese(page, address)
 
 
 def test_an_error_is_chinese(page: Any):
@@ -226,7 +226,7 @@ def test_progress_is_chinese(page: Any, monkeypatch: pytest.MonkeyPatch):
         page.evaluate("location.hash = '#/cost'")
         page.get_by_role("button", name="计算开销").click()
         page.get_by_text("1 / 3 已消融 3 个头").wait_for()
-        assert page.evaluate(f"({ENGLISH_TEXTS})()") == []
+        assert page.get_by_text("heads ablated").count() == 0
         is_seen.set()
 
 
@@ -236,9 +236,10 @@ def test_an_exported_file_holds_its_translations(page: Any, tmp_path: Path):
     (tmp_path / "page.html").write_text(render_export(sample_model(with_model=False)), encoding="utf-8")
     page.goto(f"{(tmp_path / 'page.html').as_uri()}?lang=zh")
     page.get_by_role("gridcell").first.wait_for()
-    check_chinese(page, "#/open")
+    wait_for_chinese(page, "#/open")
     page.get_by_text("查询和键").first.wait_for()
-    check_chinese(page, "#/classify")
+    assert page.get_by_text("queries and keys").count() == 0
+    wait_for_chinese(page, "#/classify")
 
 
 FAILED = describe_error(ValueError("there is no site 9: the trace has 3; give 0 to 2"))

@@ -13,6 +13,7 @@ In reading order:
 - `lab_runs`, `lab_recipes`: runs of the open text with some heads ablated; the Python lines that repeat them.
 - `lab_evaluation`: the loss of these runs over several texts.
 - `lab_checks`: the same outputs by a copy without the weights of these heads, and the text continued by both.
+- `lab_evaluation`: the job that measures the loss over several texts with and without the ablated heads.
 - `evidence_actions`: the jobs that find the texts that show a class, and measure dependency relations.
 - `generation_actions`: the job that continues the open text, with the weights of every decode step.
 - `analysis_answers`: products by channel, aggregates of heads, written tokens, and images.
@@ -21,6 +22,7 @@ In reading order:
 - `sentences`: Chinese translations of the sentences that the server and the library write.
 - `http_security`: which requests are answered, and the headers of every answer.
 - `server`: the routes of the HTTP interface, and `serve`.
+- `sentences`: translations of the sentences that the server and the library write.
 - `html_export`: a single HTML file of what is open, with the answers of `export_answers`; `export_files`: weights,
   measures and the trace as files.
 - `bundled_sample`: the small translator that `headwise view` opens without arguments, its trace and its measures.

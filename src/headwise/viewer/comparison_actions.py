@@ -180,8 +180,8 @@ def pool_difference(comparison: TraceComparison, site: str, head: int, cells: in
 def _keep_most_different(pairs: Array, start: int, one: Array, other: Array) -> Array:
     """The pairs [query, key, weight in one, weight in other] that differ most, those of more queries included."""
     queries, keys = np.nonzero(one != other)
-    differences = np.column_stack([start + queries, keys, one[queries, keys], other[queries, keys]])
-    pairs = np.concatenate([pairs, differences])
+    candidates = np.column_stack([start + queries, keys, one[queries, keys], other[queries, keys]])
+    pairs = np.concatenate([pairs, candidates])
     return pairs[np.argsort(-np.abs(pairs[:, 3] - pairs[:, 2]), kind="stable")[:LISTED_PAIRS]]
 
 

@@ -17,11 +17,11 @@ CATALOGUE = Path(__file__).with_name("sentences_zh.toml")
 FIELDS = frozenset(["capture", "evidence", "missing", "note", "notes", "reason", "skipped", "warnings"])
 MAX_SENTENCE = 2_000  # characters; longer ones stay as they are
 MAX_SENTENCES = 500  # that one request may ask for
+MAX_REMEMBERED = 4096  # translations
+UNKNOWN = "?"  # of a sentence that was not asked for yet
+FULL_STOP = "\u3002"
 # Where a sentence is divided, and what joins the translated parts.
-SEPARATORS = ((". ", "\u3002"), ("; ", "\uff1b"), (": ", "\uff1a"), (", ", "\uff0c"), (" and ", "\u548c"))
-
-# The catalogue, read when the first sentence is translated.
-_SENTENCES: dict[str, str] = {}
+SEPARATORS = ((". ", FULL_STOP), ("; ", "\uff1b"), (": ", "\uff1a"), (", ", "\uff0c"), (" and ", "\u548c"))
 
 
 class Template(NamedTuple):
@@ -50,23 +50,21 @@ class Template(NamedTuple):
         return [*values, sentence[begin:end]]
 
 
-_TEMPLATES: list[Template] = []
-
-
 def read_catalogue() -> dict[str, str]:
     """All sentences of the catalogue with their translations."""
-    if not _SENTENCES:
-        sections = tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))
-        _SENTENCES.update({sentence: text for section in sections.values() for sentence, text in section.items()})
-    return _SENTENCES
+    sections = tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))
+    return {sentence: text for section in sections.values() for sentence, text in section.items()}
 
 
-def _templates() -> list[Template]:
+def make_templates(catalogue: Mapping[str, str]) -> tuple[Template, ...]:
     """The sentences with values, those with most text of their own first."""
-    if not _TEMPLATES:
-        templates = [Template(tuple(key.split("{}")), text) for key, text in read_catalogue().items() if "{}" in key]
-        _TEMPLATES.extend(sorted(templates, key=lambda template: -sum(map(len, template.literals))))
-    return _TEMPLATES
+    templates = (Template(tuple(key.split("{}")), text) for key, text in catalogue.items() if "{}" in key)
+    return tuple(sorted(templates, key=lambda template: -sum(map(len, template.literals))))
+
+
+ENTRIES = read_catalogue()
+TEMPLATES = make_templates(ENTRIES)
+_translations: dict[str, str | None] = {}  # of the last sentences, because a page asks for the same ones again
 
 
 def translate(sentence: str) -> str | None:
@@ -78,17 +76,27 @@ def translate(sentence: str) -> str | None:
     """
     if len(sentence) > MAX_SENTENCE:
         return None
+    text = _translations.get(sentence, UNKNOWN)
+    if text is UNKNOWN:
+        text = _translate(sentence)
+        if len(_translations) >= MAX_REMEMBERED:
+            _translations.clear()
+        _translations[sentence] = text
+    return text
+
+
+def _translate(sentence: str) -> str | None:
     if sentence.endswith("."):
         text = translate(sentence[:-1])
-        return None if text is None else f"{text}。"
+        return None if text is None else f"{text}{FULL_STOP}"
     lower = sentence[:1].lower() + sentence[1:]
     return _translate_whole(sentence) or (translate(lower) if lower != sentence else None) or _by_parts(sentence)
 
 
 def _translate_whole(sentence: str) -> str | None:
-    if text := read_catalogue().get(sentence):
+    if text := ENTRIES.get(sentence):
         return text
-    for template in _templates():
+    for template in TEMPLATES:
         values = template.match(sentence)
         if values is not None and not any(". " in value or "; " in value for value in values):
             return template.translation.format(*(translate(value) or value for value in values))
@@ -109,8 +117,8 @@ def _by_parts(sentence: str) -> str | None:
 
 def translate_all(sentences: Iterable[str]) -> dict[str, str]:
     """The translations that there are, by sentence."""
-    translations = {sentence: translate(sentence) for sentence in sentences}
-    return {sentence: text for sentence, text in translations.items() if text is not None}
+    pairs = ((sentence, translate(sentence)) for sentence in sentences)
+    return {sentence: text for sentence, text in pairs if text is not None}
 
 
 def iter_sentences(answer: Any, is_sentence: bool = False) -> Iterator[str]:

@@ -59,14 +59,13 @@ def compute_similarity(model: OpenModel, arguments: Mapping[str, Any], progress:
     )
     by_attention = [_group_by_attention(group) for group in result.readers]
     by_outputs = [
-        head_group
+        group_by_similarity("outputs", group.streams, group.heads, group.outputs)
         for group in result.readers
         if group.outputs is not None
-        and (head_group := group_by_similarity("outputs", group.streams, group.heads, group.outputs))
     ]
     progress(len(examples), len(examples), "comparing circuits")
     by_circuits, notes = _group_by_circuits(model)
-    groups = [*by_attention, *by_outputs, *by_circuits]
+    groups = [*by_attention, *(group for group in by_outputs if group is not None), *by_circuits]
     return _encode_groups(model, groups, texts=len(examples), notes=[*result.notes, *notes])
 
 
@@ -111,15 +110,15 @@ def _group_by_circuits(model: OpenModel) -> tuple[list[HeadGroup], list[str]]:
     if len(model.heads) > MAX_CIRCUITS:
         return [], [f"OV circuits are not compared: there are more than {MAX_CIRCUITS} heads"]
     try:
-        similarity = compare_circuits(model.get_model(), "ov")
+        circuits = compare_circuits(model.get_model(), "ov")
     except (ValueError, KeyError, NotImplementedError) as error:
         return [], [f"OV circuits are not compared: {error}"]
-    values = similarity.values.cpu().numpy()
+    values = circuits.values.cpu().numpy()
     groups: list[HeadGroup] = []
-    left = [number for number, head in enumerate(similarity.heads) if head.site in names]
+    left = [number for number, head in enumerate(circuits.heads) if head.site in names]
     while left:
         alike = [number for number in left if np.isfinite(values[left[0], number])] or left[:1]
-        heads = [similarity.heads[number] for number in alike]
+        heads = [circuits.heads[number] for number in alike]
         if group := group_by_similarity("circuits", (), heads, values[np.ix_(alike, alike)]):
             groups.append(group)
         left = [number for number in left if number not in alike]
