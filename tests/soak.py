@@ -197,13 +197,13 @@ class SoakRun:
         self.failures.append(f"{name}: {type(error).__name__}: {error}"[:500])
         print(f"{name}:", *traceback.format_exception(error), sep="\n", file=sys.stderr)
 
-    def data(self, seconds: float) -> dict[str, Any]:
-        """Return the counts as JSON-serialisable values."""
+    @property
+    def data(self) -> dict[str, Any]:
+        """The counts as JSON-serialisable values."""
         keys = ("inputs", "read", "refused", "failures")
         versions = f"headwise {headwise.__version__}, Python {platform.python_version()}, torch {torch.__version__}"
         return {
             "versions": versions,
-            "seconds": round(seconds),
             "inputs": {name: {key: counts[key] for key in keys} for name, counts in self.inputs.items()},
             "faults": {name: dict(counts) for name, counts in self.faults.items()},
         }
@@ -221,7 +221,7 @@ def run_rounds(seconds: float, count: int, names: list[str]) -> Iterator[SoakRun
                 print(f"{name}: {dict(soak.inputs[name])} in {time.monotonic() - begin:.0f} s", file=sys.stderr)
                 yield soak
         for name, inject in FAULTS.items():
-            if not names and (seed == 0 or time.monotonic() < end):
+            if (not names or name in names) and (seed == 0 or time.monotonic() < end):
                 soak.try_fault(name, inject)
         seed += 1
     yield soak
@@ -235,16 +235,18 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="*", default=[], metavar="NAME", help="parsers to try (default: all, and faults)"
     )
-    parser.add_argument("--out", type=Path, help="JSON file for the figures; faults of other names in it are kept")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures; other names in it are kept")
     options = parser.parse_args()
     torch.set_num_threads(1)
     hostile_requests.load_all()
-    begin, soak = time.monotonic(), SoakRun()
+    soak = SoakRun()
     for soak in run_rounds(options.seconds, options.inputs, options.only):
         if options.out is not None:
             earlier = json.loads(options.out.read_text()) if options.out.is_file() else {}
-            data = soak.data(time.monotonic() - begin)
+            data = soak.data
             data["faults"] = earlier.get("faults", {}) | data["faults"]
+            if options.only:
+                data["inputs"] = earlier.get("inputs", {}) | data["inputs"]
             write_atomically(options.out, [(json.dumps(data, indent=1) + "\n").encode()])
     total = sum(counts["inputs"] for counts in soak.inputs.values())
     print(f"{total:,} inputs of {len(soak.inputs)} parsers, {len(soak.failures)} failures")

@@ -88,7 +88,10 @@ def test_every_registered_operation_is_driven():
         ((torch.ones(2, 3), None), "factors is missing"),
         ((torch.ones(2, 3),), "there are 1 tensors; give 2"),
         ((torch.ones(2, 3), torch.ones(2, device="meta")), "factors .* is on meta"),
-        ((bad_operands.shorten_memory(torch.ones(2, 3)), torch.ones(2)), "needs 24 bytes of a storage of 20"),
+        (
+            (bad_operands.shorten_memory(torch.ones(2, 3)), torch.ones(2)),
+            r"x \[2, 3\] needs 24 bytes of a storage of 20",
+        ),
     ],
 )
 def test_the_first_operand_that_does_not_fit_is_named(tensors: tuple[torch.Tensor | None, ...], message: str):

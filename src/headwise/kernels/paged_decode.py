@@ -195,8 +195,8 @@ OPTION_CHECKS = OperandChecks(
     "paged_decode",
     bias="float32 float64 bfloat16 float16: * * *?",
     sink="float32 float64 bfloat16 float16: *?",
-    k_scale="float32: P G S?",
-    v_scale="float32: P G S?",
+    k_scale="float32 float64 bfloat16 float16: * * *?",
+    v_scale="float32 float64 bfloat16 float16: * * *?",
 )
 
 
