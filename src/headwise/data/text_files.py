@@ -57,9 +57,9 @@ def list_files(folder: Path, suffixes: Collection[str], skipped_folders: Collect
     for root, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped_folders]
         visible = [Path(root, name) for name in files if not name.startswith(".")]
-        found = [path for path in visible if path.suffix.lower() in suffixes and path.is_file()]
-        paths += found
-        num_others += len(files) - len(found)
+        matches = [path for path in visible if path.suffix.lower() in suffixes and path.is_file()]
+        paths += matches
+        num_others += len(files) - len(matches)
         if num_others > max(MAX_OTHER_FILES, MAX_OTHERS_PER_FILE * len(paths)):
             fact = f"{folder} contains at least {num_others:,} files that are no data, and {len(paths):,} that may be"
             raise SpecError(f"{fact}; give the folder with the data")
