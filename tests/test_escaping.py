@@ -88,6 +88,7 @@ def test_messages_have_at_most_300_characters_of_foreign_text(capsys: pytest.Cap
         message = shorten_message(f"config.json has {foreign}, unlike the model; correct it")
         assert len(message) < 300 + 60
         assert message.endswith("correct it")
+    assert shorten_message(f"cannot write to {'x' * 999}: it is long") == f"cannot write to {'x' * 300}…: it is long"
     assert cli.main(["why", "\x1b[2J\u202e" + "n" * 9000]) == 2
     err = capsys.readouterr().err
     assert len(err) < 700

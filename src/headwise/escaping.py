@@ -92,4 +92,5 @@ def shorten_message(message: str) -> str:
     line = escape_terminal(message)
     for long in (rf"('[^']{{{MAX_QUOTED}}})[^']+'", rf'("[^"]{{{MAX_QUOTED}}})[^"]+"'):
         line = re.sub(long, lambda match: f"{match[1]}…{match[1][0]}", line)
-    return re.sub(rf"(\S{{{MAX_QUOTED}}})\S{{7,}}", r"\1…", line)  # 6 more: quotes, the dots, and a sign after them
+    # A quoted text of one word has up to 4 characters more: quotes, the dots, and a sign after them.
+    return re.sub(rf"(\S{{{MAX_QUOTED}}})\S{{5,}}?([:;,]?)(?!\S)", r"\1…\2", line)
