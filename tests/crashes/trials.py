@@ -19,6 +19,7 @@ SIGNALS = (*[signal.SIGKILL] * 6, signal.SIGTERM, signal.SIGINT)
 ENDINGS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
 FIRST_MOMENT = 0.05  # seconds after the fork, when the command has its signal handlers
 SHARE_OF_TIMES = 0.4  # of the kills are after a random time, the others before a random file operation
+LEAST_LENGTH = 0.9  # of a file, compared with that of another run
 REPEAT_EVERY = 4  # trials after which a command whose output is replaced whole is given again
 Files = Mapping[str, bytes]
 
@@ -33,10 +34,14 @@ class Trial(NamedTuple):
 
 
 class Baseline(NamedTuple):
-    """A run without a fault: an older output, a newer one, and the run that wrote the newer one."""
+    """Runs without a fault: an older output, a newer one, that one written again, and the run that wrote the last.
+
+    Files that differ between the last two, such as a proof with times, are compared by their length.
+    """
 
     old: Path
     new: Path
+    again: Path
     run: Run
 
     @property
@@ -58,14 +63,12 @@ class Bench:
         if name not in self.baselines:
             command, folder = self.commands[name], self.base / "baselines" / name.replace(" ", "")
             folder.mkdir(parents=True)
-            paths = [folder / f"{word}{command.suffix}" for word in (OLD, NEW)]
-            runs = [
-                run_forked(partial(action, path), self.base)
-                for action, path in zip(command.actions, paths, strict=True)
-            ]
-            if not all(run.code in (0, 1) for run in runs):
-                raise RuntimeError(f"{name} fails without a fault: {runs[0].output[-600:]} {runs[1].output[-600:]}")
-            self.baselines[name] = Baseline(*paths, runs[1])
+            paths = [folder / f"{word}{command.suffix}" for word in (OLD, NEW, "again")]
+            actions = (*command.actions, command.actions[1])
+            runs = [run_forked(partial(action, path), self.base) for action, path in zip(actions, paths, strict=True)]
+            if failed := [run.output for run in runs if run.code not in (0, 1)]:
+                raise RuntimeError(f"{name} fails without a fault: {failed[0][-600:]}")
+            self.baselines[name] = Baseline(*paths, runs[-1])
         return self.baselines[name]
 
     def choose_names(self, count: int) -> Iterator[str]:
@@ -169,7 +172,17 @@ def _compare(out: Path, baseline: Baseline, has_old: bool) -> tuple[str, str]:
     changed = [name for name in new if old.get(name) != new[name]]
     if has_old and any(files[name] == old.get(name) for name in changed):
         return "", f"{[name for name in changed if files[name] == old.get(name)][:3]} are those of the old output"
-    return NEW, _find_damage(files)
+    return NEW, _find_cut(files, new, read_files(baseline.again)) or _find_damage(files)
+
+
+def _find_cut(files: Files, new: Files, again: Files) -> str:
+    """A file that is not the new one, or shorter where two runs give different files; "" if there is none."""
+    for name, content in files.items():
+        if new[name] == again[name] and content != new[name]:
+            return f"{name} is neither the old nor the new file"
+        if len(content) < LEAST_LENGTH * len(new[name]):
+            return f"{name} is short"
+    return ""
 
 
 def _check_parts(command: Command, baseline: Baseline, out: Path) -> str:
