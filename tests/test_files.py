@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import signal
@@ -87,6 +88,21 @@ def test_leftovers_are_swept(tmp_path: Path):
         (tmp_path / name).write_bytes(b"")
     files.remove_leftovers(tmp_path)
     assert {*contents(tmp_path)} == own
+
+
+@pytest.mark.parametrize(
+    "write", [files.write_atomically, lambda path, data: files.write_together(path.parent, {path.name: data})]
+)
+def test_what_killed_writers_left_is_deleted_and_what_others_write_stays(tmp_path: Path, write):
+    left, written, other = (tmp_path / f".{name}.tmp" for name in ("a.0123abcd", "a.89abcdef", "a.b.0123abcd"))
+    for path in (left, written, other):
+        path.write_bytes(b"cut")
+    with written.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        write(tmp_path / "a", b"1")
+        assert {*contents(tmp_path)} == {"a", written.name, other.name}
+    write(tmp_path / "a", b"2")
+    assert contents(tmp_path) == {"a": b"2", other.name: b"cut"}
 
 
 def make_link(path: Path) -> None:

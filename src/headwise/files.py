@@ -13,7 +13,7 @@ import shutil
 import socket
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,9 +41,10 @@ def write_atomically(path: Path | str, data: bytes | Iterable[bytes | memoryview
     temporary = make_temporary_path(path)
     with explain_os_error(path):
         _refuse_special_file(path)
+        delete_abandoned(path)
         try:
-            _write(temporary, [data] if isinstance(data, bytes) else data)
-            os.replace(temporary, path)
+            with _write(temporary, [data] if isinstance(data, bytes) else data):
+                os.replace(temporary, path)
         except BaseException:
             with suppress(OSError):
                 temporary.unlink()
@@ -63,18 +64,20 @@ def write_together(folder: Path | str, contents: Mapping[str, bytes]) -> None:
     folder = Path(folder)
     temporary = {folder / name: make_temporary_path(folder / name) for name in contents}
     try:
-        for path, data in zip(temporary, contents.values(), strict=True):
-            with explain_os_error(path):
-                _refuse_special_file(path)
-                _write(temporary[path], [data])
-        with explain_os_error(folder):
-            for path, written in temporary.items():
-                os.replace(written, path)
-            sync_folder(folder)
+        with ExitStack() as written:
+            for path, data in zip(temporary, contents.values(), strict=True):
+                with explain_os_error(path):
+                    _refuse_special_file(path)
+                    delete_abandoned(path)
+                    written.enter_context(_write(temporary[path], [data]))
+            with explain_os_error(folder):
+                for path, new in temporary.items():
+                    os.replace(new, path)
+                sync_folder(folder)
     except BaseException:
-        for written in temporary.values():
+        for new in temporary.values():
             with suppress(OSError):
-                written.unlink()
+                new.unlink()
         raise
 
 
@@ -89,14 +92,26 @@ def _refuse_special_file(path: Path) -> None:
             raise OSError(errno.EINVAL, "it is not a regular file")
 
 
-def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+@contextmanager
+def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> Iterator[None]:
+    """Write a new file, which is locked within the context, so that no other process takes it for abandoned."""
+    handle = _create_locked(path)
     try:
         for piece in pieces:
             _write_all(handle, piece)
         os.fsync(handle)
+        yield
     finally:
         os.close(handle)
+
+
+def _create_locked(path: Path) -> int:
+    while True:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        if path.exists():
+            return handle
+        os.close(handle)  # another process has deleted it before it was locked
 
 
 def _write_all(handle: int, data: bytes | memoryview) -> None:
@@ -160,16 +175,25 @@ def remove_leftovers(folder: Path | str) -> None:
             delete_leftover(path)
 
 
+def delete_abandoned(path: Path) -> None:
+    """Delete the temporary files and folders beside `path` that killed writers of `path` have left."""
+    start = f".{path.name}."
+    with suppress(OSError), os.scandir(path.parent) as entries:
+        for name in [entry.name for entry in entries if entry.name.startswith(start)]:
+            if TEMPORARY_NAME.fullmatch(name) and len(name) == len(start) + 8 + len(TEMPORARY):
+                delete_leftover(path.with_name(name))
+
+
 def delete_leftover(path: Path) -> None:
-    """Delete a temporary file, or a temporary folder unless a running process has locked it."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink()
-        return
+    """Delete a temporary file or folder, unless a running process has locked it."""
     with suppress(OSError):
-        handle = os.open(path, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
+            if stat.S_ISDIR(os.fstat(handle).st_mode):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
         finally:
             os.close(handle)
 

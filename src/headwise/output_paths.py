@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 from .errors import SpecError
 from .files import (
-    TEMPORARY,
+    delete_abandoned,
     delete_leftover,
     explain_failed_write,
     explain_os_error,
@@ -186,7 +186,7 @@ def stage_folder(path: Path | str, kind: FolderKind, existing: Existing = "refus
         with explain_os_error(target):
             if not target.parent.is_dir():
                 target.parent.mkdir(parents=True, exist_ok=True)
-            _delete_abandoned(target)
+            delete_abandoned(target)
             handle = _make_locked_folder(hidden)
         try:
             staged.mkdir()
@@ -216,17 +216,6 @@ def _make_locked_folder(folder: Path) -> int:
         os.close(handle)
         raise
     return handle
-
-
-def _delete_abandoned(target: Path) -> None:
-    """Delete the hidden folders of killed processes; those of running processes are locked."""
-    for hidden in target.parent.glob(f".{_escape_glob(target.name)}.{'[0-9a-f]' * 8}{TEMPORARY}"):
-        if hidden.is_dir() and not hidden.is_symlink():
-            delete_leftover(hidden)
-
-
-def _escape_glob(name: str) -> str:
-    return "".join(f"[{character}]" if character in "*?[" else character for character in name)
 
 
 def _sync_tree(folder: Path) -> None:
