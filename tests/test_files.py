@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import signal
@@ -82,10 +83,59 @@ def test_a_system_that_takes_little_at_a_time_gets_all(tmp_path: Path, monkeypat
 
 
 def test_leftovers_are_swept(tmp_path: Path):
-    for name in ("a", ".a.1234.tmp", ".hidden"):
+    own = {"a", "notes.tmp", ".hidden", ".notes.tmp", ".a.1234.tmp"}
+    for name in (*own, ".a.0123abcd.tmp"):
         (tmp_path / name).write_bytes(b"")
-    files.remove_temporary_files(tmp_path)
-    assert sorted(contents(tmp_path)) == [".hidden", "a"]
+    files.remove_leftovers(tmp_path)
+    assert {*contents(tmp_path)} == own
+
+
+@pytest.mark.parametrize(
+    "write", [files.write_atomically, lambda path, data: files.write_together(path.parent, {path.name: data})]
+)
+def test_what_killed_writers_left_is_deleted_and_what_others_write_stays(tmp_path: Path, write):
+    left, written, other = (tmp_path / f".{name}.tmp" for name in ("a.0123abcd", "a.89abcdef", "a.b.0123abcd"))
+    for path in (left, written, other):
+        path.write_bytes(b"cut")
+    with written.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        write(tmp_path / "a", b"1")
+        assert {*contents(tmp_path)} == {"a", written.name, other.name}
+    write(tmp_path / "a", b"2")
+    assert contents(tmp_path) == {"a": b"2", other.name: b"cut"}
+
+
+def make_link(path: Path) -> None:
+    path.with_name("victim").write_bytes(b"mine")
+    path.symlink_to("victim")
+
+
+@pytest.mark.parametrize("make", [make_link, os.mkfifo, lambda path: path.write_bytes(b"mine")])
+def test_a_lock_writes_to_no_file_of_others(tmp_path: Path, make):
+    make(tmp_path / files.LOCK)
+    with pytest.raises((OSError, SpecError), match=r"\.lock (cannot be written: it is|is not a lock of headwise)"):
+        files.FolderLock(tmp_path).__enter__()
+    left = {path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert left <= {b"mine"}
+    assert not files.is_leftover(tmp_path / files.LOCK)
+
+
+def test_lines_are_appended_to_no_file_of_others(tmp_path: Path):
+    make_link(tmp_path / "a.jsonl")
+    with pytest.raises(OSError, match="it is a symbolic link"):
+        files.JsonLines(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("name", ["open", "write", "fsync"])
+def test_several_files_outlive_every_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    """The failure is at the second file, when the first is on disk under a temporary name."""
+    old = {"a": b"1", "b": b"1"}
+    files.write_together(tmp_path, old)
+    calls = {"open": 2, "write": 2, "fsync": 2}[name]
+    monkeypatch.setattr(os, name, failing(calls, getattr(os, name), OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(OSError, match=r"b cannot be written: No space left on device; make room"):
+        files.write_together(tmp_path, {"a": b"2", "b": b"2"})
+    assert contents(tmp_path) == old
 
 
 def test_the_checksum_is_the_systems(tmp_path: Path):

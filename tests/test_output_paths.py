@@ -86,6 +86,12 @@ COMMANDS = {
     "heads": Command(("heads", "MODEL", *TEXTS, "--out", "OUT"), file("heads.json", "{}")),
     "heads of a trace": Command(("heads", "TRACE", "--draw", "L0H0", "--out", "OUT"), file("head-a-0-light.svg", "")),
     "prune": Command(("prune", "MODEL", *TEXTS, "--keep", "0.5", "--out", "OUT"), file("heads.json", RECORD)),
+    "prune --state": Command(
+        ("prune", "MODEL", *TEXTS, "--budget", "cache=0.5", "--state", "OUT", "--out", "ELSEWHERE"),
+        lambda path: path.write_text('{"model": ""}'),
+        is_folder=False,
+        continues=True,
+    ),
     "prune --sweep": Command(("prune", "MODEL", *TEXTS, "--sweep", "--out", "OUT"), file("curves.json", "{}")),
     "convert": Command(("convert", "MODEL", *TEXTS, "--kv", "1", "--out", "OUT"), file("heads.json", RECORD)),
     "train": Command(("train", "TEXTS", "--model", "MODEL", "--out", "OUT"), file("metrics.jsonl", ""), continues=True),
@@ -142,7 +148,7 @@ def no_work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def run(name: str, out: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
     """The error of a command, which ends in one line; "" if it is about the input, so that the output was accepted."""
-    words = {"OUT": str(out), **INPUTS}
+    words = {"OUT": str(out), "ELSEWHERE": str(out.with_name("elsewhere")), **INPUTS}
     code = cli.main([*(words.get(word, word) for word in COMMANDS[name].argv), *options])
     captured = capsys.readouterr()
     assert (code, captured.out, captured.err.count("\n")) == (2, "", 1), captured.err
@@ -170,6 +176,12 @@ def make_link(path: Path, command: Command) -> None:
 
 def make_pipe(path: Path, command: Command) -> None:
     os.mkfifo(path)
+
+
+def make_own_with_a_link(path: Path, command: Command) -> None:
+    command.own(path)
+    if command.is_folder:
+        (path / ".lock").symlink_to(path.with_name("victim"))
 
 
 def make_own_with_a_foreign_file(path: Path, command: Command) -> None:
@@ -242,6 +254,37 @@ def test_a_folder_with_files_of_the_user_is_not_replaced(name: str, out: Path, c
     make_own_with_a_foreign_file(out, COMMANDS[name])
     assert "it contains thesis.txt, which is not part of a" in run(name, out, capsys, "--overwrite")
     assert (out / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if COMMANDS[name].is_folder])
+def test_a_folder_with_a_link_is_not_written(name: str, out: Path, capsys: pytest.CaptureFixture[str]):
+    """A writer that follows it would change what lies outside."""
+    make_own_with_a_link(out, COMMANDS[name])
+    (out.parent / "victim").write_text("mine")
+    options = () if COMMANDS[name].continues else ("--overwrite",)
+    assert "it contains .lock, which is a link, device or pipe" in run(name, out, capsys, *options)
+    assert (out.parent / "victim").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if COMMANDS[name].is_folder])
+def test_temporary_files_of_others_stay(name: str, out: Path, capsys: pytest.CaptureFixture[str]):
+    out.mkdir()
+    for own in ("thesis.tmp", ".lock"):
+        (out / own).write_text("mine")
+    assert "it contains .lock, and is not a" in run(name, out, capsys)
+    (out / ".lock").write_text("process 1 on a\n")
+    (out / ".bench.json.0123abcd.tmp").write_text("cut")
+    assert "it contains thesis.tmp, and is not a" in run(name, out, capsys)
+    (out / "thesis.tmp").unlink()
+    assert run(name, out, capsys) == PASSES
+
+
+@pytest.mark.parametrize("state", ["link", "pipe", "foreign file"])
+def test_the_folder_of_pages_is_a_folder(state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Any folder may be that of `view --out`, because every model is a new folder inside."""
+    STATES[state](tmp_path / "out", COMMANDS["prune"])
+    assert cli.main(["view", "nowhere", "--out", str(tmp_path / "out")]) == 2
+    assert "cannot write to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", COMMANDS)

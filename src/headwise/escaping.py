@@ -86,10 +86,11 @@ def escape_markdown(text: str) -> str:
 def shorten_message(message: str) -> str:
     """Return an error message on one line of a terminal, with quoted texts and long words cut.
 
-    >>> len(shorten_message(f"there is no {'x' * 999!r}; give a name"))
-    327
+    >>> shorten_message(f"there is no {'x' * 999!r}; give a name")[-25:]
+    "xxxxxxxxxx…'; give a name"
     """
     line = escape_terminal(message)
     for long in (rf"('[^']{{{MAX_QUOTED}}})[^']+'", rf'("[^"]{{{MAX_QUOTED}}})[^"]+"'):
         line = re.sub(long, lambda match: f"{match[1]}…{match[1][0]}", line)
-    return re.sub(rf"(\S{{{MAX_QUOTED + 2}}})\S+", r"\1…", line)
+    # A quoted text of one word has up to 4 characters more: quotes, the dots, and a sign after them.
+    return re.sub(rf"(\S{{{MAX_QUOTED}}})\S{{5,}}?([:;,]?)(?!\S)", r"\1…\2", line)

@@ -7,19 +7,22 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
+import shutil
 import socket
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
 from .errors import SpecError
 
 BLOCK = 1 << 20
-LOCK = ".lock"
+LOCK, HOLDER = ".lock", b"process "  # name of a lock, and how its contents begin
 TEMPORARY = ".tmp"
+TEMPORARY_NAME = re.compile(rf"\..+\.[0-9a-f]{{8}}{re.escape(TEMPORARY)}")
 
 
 def write_atomically(path: Path | str, data: bytes | Iterable[bytes | memoryview]) -> None:
@@ -35,17 +38,52 @@ def write_atomically(path: Path | str, data: bytes | Iterable[bytes | memoryview
     (['a'], b'one')
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
+    temporary = make_temporary_path(path)
     with explain_os_error(path):
         _refuse_special_file(path)
+        delete_abandoned(path)
         try:
-            _write(temporary, [data] if isinstance(data, bytes) else data)
-            os.replace(temporary, path)
+            with _write(temporary, [data] if isinstance(data, bytes) else data):
+                os.replace(temporary, path)
         except BaseException:
             with suppress(OSError):
                 temporary.unlink()
             raise
         sync_folder(path.parent)
+
+
+def write_together(folder: Path | str, contents: Mapping[str, bytes]) -> None:
+    """Write several files of a folder; none is replaced before all are on disk.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_together(folder, {"a": b"1", "b": b"2"})
+    ...     sorted(os.listdir(folder))
+    ['a', 'b']
+    """
+    folder = Path(folder)
+    temporary = {folder / name: make_temporary_path(folder / name) for name in contents}
+    try:
+        with ExitStack() as written:
+            for path, data in zip(temporary, contents.values(), strict=True):
+                with explain_os_error(path):
+                    _refuse_special_file(path)
+                    delete_abandoned(path)
+                    written.enter_context(_write(temporary[path], [data]))
+            with explain_os_error(folder):
+                for path, new in temporary.items():
+                    os.replace(new, path)
+                sync_folder(folder)
+    except BaseException:
+        for new in temporary.values():
+            with suppress(OSError):
+                new.unlink()
+        raise
+
+
+def make_temporary_path(path: Path) -> Path:
+    """Return a hidden path beside `path` for a file or folder that will take its place."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
 
 
 def _refuse_special_file(path: Path) -> None:
@@ -54,14 +92,26 @@ def _refuse_special_file(path: Path) -> None:
             raise OSError(errno.EINVAL, "it is not a regular file")
 
 
-def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+@contextmanager
+def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> Iterator[None]:
+    """Write a new file, which is locked within the context, so that no other process takes it for abandoned."""
+    handle = _create_locked(path)
     try:
         for piece in pieces:
             _write_all(handle, piece)
         os.fsync(handle)
+        yield
     finally:
         os.close(handle)
+
+
+def _create_locked(path: Path) -> int:
+    while True:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        if path.exists():
+            return handle
+        os.close(handle)  # another process has deleted it before it was locked
 
 
 def _write_all(handle: int, data: bytes | memoryview) -> None:
@@ -86,17 +136,114 @@ def explain_os_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "make room and try again; existing files are intact" if full else "give a folder that can be written"
-        explained = OSError(f"{path} cannot be written: {error.strerror or error}; {remedy}")
-        explained.errno = error.errno
-        raise explained from error
+        raise explain_failed_write(error, path) from error
 
 
-def remove_temporary_files(folder: Path | str) -> None:
-    """Delete the temporary files of killed writers; call it only while holding the folder's lock."""
+def explain_failed_write(error: OSError, path: Path | str) -> OSError:
+    """Return an OSError with the path and a remedy in its message."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "make room and try again; existing files are intact" if full else "give a folder that can be written"
+    explained = OSError(f"{path} cannot be written: {error.strerror or error}; {remedy}")
+    explained.errno = error.errno
+    return explained
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether a file or folder is a lock or a temporary one of headwise, which a killed process may have left.
+
+    >>> [is_leftover(Path(name)) for name in ("notes.tmp", ".notes.tmp", ".model.toml.0123abcd.tmp")]
+    [False, False, True]
+    """
+    if path.name != LOCK:
+        return TEMPORARY_NAME.fullmatch(path.name) is not None
+    try:
+        with os.fdopen(_open_own_file(path, os.O_RDONLY), "rb") as file:
+            return _is_holder(file.read(len(HOLDER)))
+    except OSError:
+        return False
+
+
+def _is_holder(content: bytes) -> bool:
+    """Whether the contents of a lock are ours; a process that was killed may have written a part of them."""
+    return HOLDER.startswith(content[: len(HOLDER)])
+
+
+def remove_leftovers(folder: Path | str) -> None:
+    """Delete what killed writers have left; call it only while holding the folder's lock."""
     for path in Path(folder).glob(f".*{TEMPORARY}"):
-        path.unlink()
+        if TEMPORARY_NAME.fullmatch(path.name):
+            delete_leftover(path)
+
+
+def delete_abandoned(path: Path) -> None:
+    """Delete the temporary files and folders beside `path` that killed writers of `path` have left."""
+    start = f".{path.name}."
+    with suppress(OSError), os.scandir(path.parent) as entries:
+        for name in [entry.name for entry in entries if entry.name.startswith(start)]:
+            if TEMPORARY_NAME.fullmatch(name) and len(name) == len(start) + 8 + len(TEMPORARY):
+                delete_leftover(path.with_name(name))
+
+
+def delete_leftover(path: Path) -> None:
+    """Delete a temporary file or folder, unless a running process has locked it."""
+    with suppress(OSError):
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if stat.S_ISDIR(os.fstat(handle).st_mode):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+        finally:
+            os.close(handle)
+
+
+def _open_own_file(path: Path, flags: int) -> int:
+    """Open a regular file and return its handle; raises OSError for symbolic links, devices and pipes."""
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(error.errno, "it is a symbolic link") from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return handle
+
+
+def read_text_file(path: Path | str) -> str:
+    """Return the text of a UTF-8 file, without a byte order mark; an error names the file and the line.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "a").write_bytes(b"one\\ntwo \\xe9")
+    ...     read_text_file(f"{folder}/a")
+    Traceback (most recent call last):
+    headwise.errors.SpecError: .../a, line 2: byte 0xe9 is not UTF-8; convert the file, as in iconv -f latin1 -t utf-8
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise SpecError(f"{path} cannot be read: {reason}; give a file that can be read") from None
+    try:
+        return data.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        line, byte = data[: error.start].count(b"\n") + 1, data[error.start]
+        source = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin1"
+        fact = f"{path}, line {line}: byte {byte:#04x} is not UTF-8"
+        raise SpecError(f"{fact}; convert the file, as in iconv -f {source} -t utf-8") from None
+
+
+def read_json_file(path: Path | str) -> Any:
+    """Return the document in a JSON file; an error names the file and the line."""
+    try:
+        return json.loads(read_text_file(path))
+    except json.JSONDecodeError as error:
+        raise SpecError(f"{path}, line {error.lineno} is not JSON: {error.msg}; delete or correct the file") from None
+    except RecursionError:
+        raise SpecError(f"{path} is nested too deeply; delete or correct the file") from None
 
 
 def sha256(path: Path | str) -> str:
@@ -128,7 +275,7 @@ class FolderLock:
         path = self.folder / LOCK
         with explain_os_error(path):
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            handle = _open_own_file(path, os.O_RDWR | os.O_CREAT)
         try:
             self._acquire(handle)
         except BaseException:
@@ -145,9 +292,11 @@ class FolderLock:
             raise SpecError(
                 f"{self.folder} is being written by {holder}; wait for it, or give another folder"
             ) from None
+        if not _is_holder(os.pread(handle, len(HOLDER), 0)):
+            raise SpecError(f"{self.folder / LOCK} is not a lock of headwise; give another folder")
         with explain_os_error(self.folder / LOCK):
             os.truncate(handle, 0)
-            _write_all(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            _write_all(handle, HOLDER + f"{os.getpid()} on {socket.gethostname()}\n".encode())
 
     def __exit__(self, *_: object) -> None:
         os.close(self._handle)
@@ -162,7 +311,7 @@ class JsonLines:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         with explain_os_error(self.path):
-            self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self._handle = _open_own_file(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append one line."""

@@ -9,18 +9,25 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import secrets
 import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from .errors import SpecError
-from .files import LOCK, TEMPORARY, explain_os_error, sync_folder
+from .files import (
+    delete_abandoned,
+    delete_leftover,
+    explain_failed_write,
+    explain_os_error,
+    is_leftover,
+    make_temporary_path,
+    sync_folder,
+)
 
 MARKER_BYTES = 4096  # markers are in the first or last bytes of a file
 Existing = Literal["refuse", "overwrite", "continue"]
@@ -127,6 +134,8 @@ def _folder_problem(folder: Path, kind: FolderKind) -> str:
     names = _list_names(folder)
     if not names:
         return ""
+    if special := [name for name in names if _is_special(folder / name)]:
+        return f"it contains {special[0]}, which is a link, device or pipe"
     if not any(fnmatchcase(name, marker) for name in names for marker in kind.markers):
         return f"it contains {names[0]}, and is not a {kind.name} of headwise"
     if kind.list_names is None:
@@ -136,9 +145,15 @@ def _folder_problem(folder: Path, kind: FolderKind) -> str:
     return f"it contains {foreign[0]}, which is not part of a {kind.name}" if foreign else ""
 
 
+def _is_special(path: Path) -> bool:
+    """Whether a name in a folder is a symbolic link, device, pipe or socket, through which a writer could leave it."""
+    mode = os.lstat(path).st_mode
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
 def _list_names(folder: Path) -> list[str]:
-    """Names in a folder, without locks and temporary files."""
-    return sorted(name for name in os.listdir(folder) if name != LOCK and not name.endswith(TEMPORARY))
+    """Names in a folder, without the locks and temporary files of headwise."""
+    return sorted(name for name in os.listdir(folder) if not is_leftover(folder / name))
 
 
 def _is_empty_folder(path: Path) -> bool:
@@ -165,13 +180,13 @@ def stage_folder(path: Path | str, kind: FolderKind, existing: Existing = "refus
     (['new'], ['a'])
     """
     target = check_output(path, kind, existing).absolute()
-    hidden = target.with_name(f".{target.name}.{secrets.token_hex(4)}{TEMPORARY}")
+    hidden = make_temporary_path(target)
     staged = hidden / target.name
     try:
         with explain_os_error(target):
             if not target.parent.is_dir():
                 target.parent.mkdir(parents=True, exist_ok=True)
-            _delete_abandoned(target)
+            delete_abandoned(target)
             handle = _make_locked_folder(hidden)
         try:
             staged.mkdir()
@@ -184,6 +199,8 @@ def stage_folder(path: Path | str, kind: FolderKind, existing: Existing = "refus
         finally:
             os.close(handle)
     except OSError as error:
+        if error.strerror is not None:  # not explained yet
+            error = explain_failed_write(error, error.filename or staged)
         raise OSError(str(error).replace(str(staged), str(target))) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
@@ -201,24 +218,6 @@ def _make_locked_folder(folder: Path) -> int:
     return handle
 
 
-def _delete_abandoned(target: Path) -> None:
-    """Delete the hidden folders of killed processes; those of running processes are locked."""
-    for hidden in target.parent.glob(f".{_escape_glob(target.name)}.*{TEMPORARY}"):
-        if not hidden.is_dir() or hidden.is_symlink():
-            continue
-        with suppress(OSError):
-            handle = os.open(hidden, os.O_RDONLY)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(hidden, ignore_errors=True)
-            finally:
-                os.close(handle)
-
-
-def _escape_glob(name: str) -> str:
-    return "".join(f"[{character}]" if character in "*?[" else character for character in name)
-
-
 def _sync_tree(folder: Path) -> None:
     """Wait until all files and folders are on disk."""
     for place, _, names in os.walk(folder):
@@ -231,7 +230,7 @@ def _publish(staged: Path, target: Path) -> None:
     """Rename `staged` to `target`; a folder that exists there takes the place of `staged`, in the same step."""
     if not target.exists() or _is_empty_folder(target):
         for name in os.listdir(target) if target.exists() else ():
-            (target / name).unlink()  # locks and temporary files
+            delete_leftover(target / name)
         os.rename(staged, target)
     elif not _exchange(staged, target):  # a system without this operation: two steps, and back if the second fails
         previous = staged.with_name("previous")

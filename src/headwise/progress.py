@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO, TypeVar
 
+from .escaping import make_visible
+
 LINE_INTERVAL = 10.0  # seconds between progress lines if the output is not a terminal
 TERMINAL_WIDTH = 78
 Item = TypeVar("Item")
@@ -88,7 +90,7 @@ class ProgressReporter:
     def __call__(self, message: str) -> None:
         """Show a message; an empty one clears the line of a terminal."""
         stream = self._stream or sys.stderr
-        text = str(message)
+        text = make_visible(message)
         if isinstance(message, CountedMessage):
             seconds = self._time_left.seconds(message)
             text += "" if seconds is None else f", {format_duration(seconds)} left"

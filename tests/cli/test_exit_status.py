@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,67 @@ def test_an_internal_error_is_one_line_and_a_file(
     assert f"headwise {hw.__version__}" in report
     assert "['why', 'mha']" in report
     assert "in fail" in report
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_exception_without_a_text_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def fail(argv: list[str]) -> int:
+        raise Unprintable
+
+    monkeypatch.setattr(cli, "_run_command", fail)
+    assert cli.main([]) == 3
+    assert capsys.readouterr().err.startswith("headwise: error of headwise itself: Unprintable:")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            OSError(errno.ENAMETOOLONG, "File name too long", "n" * 400),
+            f"cannot use '{'n' * 300}…': file name too long; give a shorter name",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", b"a"),
+            "cannot use 'a': permission denied; give a path that you may use",
+        ),
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            "cannot go on: too many open files; allow more open files with ulimit -n",
+        ),
+        (OSError("a cannot be written: no; try b"), "a cannot be written: no; try b"),
+    ],
+)
+def test_errors_of_the_system_have_a_path_and_a_remedy(
+    error: OSError, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def fail(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_run_command", fail)
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err == f"headwise: {line}\n"
+
+
+def test_warnings_and_records_are_lines_without_invisible_characters(tmp_path: Path):
+    script = """
+import logging, sys, warnings
+from headwise import cli
+def warn(argv):
+    warnings.warn("a\\nb\\x1b[2J")
+    logging.getLogger("any").warning("c %s", "\\x1b[2J")
+    logging.getLogger("any").warning("%d", "d")
+    return 0
+cli._run_command = warn
+sys.exit(cli.main())
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ran.stderr.splitlines()[:2] == ["headwise: a b\\x1b[2J", "c \\x1b[2J"]
+    assert "\x1b" not in ran.stderr
+    assert ran.returncode == 0
 
 
 def test_a_full_temporary_folder_does_not_hide_the_error(
@@ -137,7 +200,7 @@ def test_a_full_output_is_one_line():
     with open("/dev/full", "w") as full:
         ran = subprocess.run([*COMMAND, "--help"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert ran.returncode == 2
-    assert ran.stderr == "headwise: [Errno 28] No space left on device\n"
+    assert ran.stderr == "headwise: cannot go on: no space left on device; make room and try again\n"
 
 
 @pytest.mark.lengthy
@@ -177,6 +240,22 @@ def test_sigterm_ends_with_143_and_leaves_nothing(tmp_path: Path):
         assert process.stderr.read() == b""
         assert process.wait() == 143
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.lengthy
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_training_ends_with_the_code_of_its_signal(number: int, code: int, tmp_path: Path):
+    """Training handles both signals in the same way: it writes a checkpoint first."""
+    argv = ["train", "copy", "--out", str(tmp_path / "run"), "--steps", "100000"]
+    for setting in ("checkpoint_every=1", "precision=fp32", "attention=plain", "rows=padded", "compile=off"):
+        argv += ["--set", f"recipe.{setting}"]
+    with subprocess.Popen([*COMMAND, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not any(tmp_path.rglob("*.safetensors")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert "run the same command with --resume" in process.communicate()[1]
+    assert process.returncode == code
 
 
 def test_the_handler_of_sigterm_is_removed(capsys: pytest.CaptureFixture[str]):

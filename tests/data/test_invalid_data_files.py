@@ -92,7 +92,7 @@ BAD: list[tuple[Callable[[], object], Callable[[], object] | str, str]] = [
     (
         lambda: [write("a.txt", LINES), write("a.json", "{}")],
         lambda: TextTask("a.txt", "a.json"),
-        "cannot read a.json as a tokenizer",
+        "a.json is not a tokenizer document",
     ),
     (lambda: write("a.txt", LINES), lambda: TextTask("a.txt", length=0), "length=0 .. length=64"),
     (lambda: write("a.txt", LINES), lambda: TextTask("a.txt", valid=1.2), "valid=1.2 .. valid=0.1"),

@@ -40,7 +40,11 @@ def test_words_that_are_written_as_one_and_not_one_after_another():
 
 @pytest.mark.parametrize(("text", "message"), [
     ("1 a _ _ _ _ 0 root _", r"line 1: a row has 9 columns, not 10"),
-    ("1 a _ _ _ _ x root _ _", r"'x' is not a word number"),
+    ("1 a _ _ _ _ x root _ _", r"line 1: 'x' is not a word number"),
+    ("1 a _ _ _ _ 0 root _ _\n² b _ _ _ _ 1 dep _ _", r"line 2: '²' is not a word number"),
+    (f"1 a _ _ _ _ {'9' * 5000} root _ _", r"line 1: '9+' is not a word number"),
+    ("1-99999999999 a _ _ _ _ _ _ _ _", r"line 1: '99999999999' is not a word number"),
+    ("1 a _ _ _ _ 0 root _ _\n5-2 b _ _ _ _ _ _ _ _", r"line 2: the range 5-2 follows word 1; write first-last"),
     ("2 a _ _ _ _ 0 root _ _", r"word 2 follows word 0"),
     ("1 a _ _ _ _ 7 dep _ _", r"the governor of word 1 is word 7 of 1"),
     ("# text = b\n1 a _ _ _ _ 0 root _ _", r"'a' is not found in the text"),
@@ -137,7 +141,7 @@ def test_a_source_alone_is_answered():
 
 def test_a_file_that_is_no_text(tmp_path: Path):
     (tmp_path / "a").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(SpecError, match=r"cannot read .* as text"):
+    with pytest.raises(SpecError, match=r"line 1: byte 0xff is not UTF-8"):
         read_lines(tmp_path / "a")
 
 

@@ -161,6 +161,45 @@ def test_nothing_is_asked_for_by_a_flash_attention(tmp_path: Path):
     assert run_with_stub(tmp_path, OURS, str(folder)) == ("", "")
 
 
+# With a GPU, the constructor of this model asks the package `kernels` for code.
+YOSO = {"model_type": "yoso", "hidden_size": 12, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 30}
+ON_A_GPU = """
+import transformers.models.yoso.modeling_yoso as yoso
+yoso.is_torch_cuda_available = yoso.is_ninja_available = lambda: True
+"""
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+MAKE = """
+import sys, transformers
+model = transformers.YosoModel(transformers.AutoConfig.from_pretrained(sys.argv[1]))
+"""
+BASELINE = """
+from headwise.head_analysis.random_baseline import make_random_baseline
+make_random_baseline(model)
+"""
+
+
+def test_nothing_is_asked_for_by_a_constructor(tmp_path: Path):
+    folder = write_config(tmp_path / "model", YOSO | {"intermediate_size": 8})
+    assert "kernels-community/yoso" in run_with_stub(tmp_path / "plain", ON_A_GPU + MAKE, folder)[1]
+    assert run_with_stub(tmp_path / "ours", ON_A_GPU + OURS, folder)[1] == ""
+    assert run_with_stub(tmp_path / "baseline", MAKE + ON_A_GPU + BASELINE, folder)[1] == ""
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_kernels_for_quantised_weights_are_not_fetched(method: str, tmp_path: Path):
+    folder = make_folder(tmp_path / "model", quantization_config={"quant_method": method})
+    error, requests = run_with_stub(tmp_path, OURS, str(folder))
+    assert f"has the quantisation {method}, which runs code of the Hub; remove the package kernels" in error
+    assert requests == ""
+
+
 LOADER = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("load_model", sys.argv[1] + "/load_model.py")

@@ -47,8 +47,9 @@ def test_studies_exist():
 
 def test_a_stored_run_is_read_with_its_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name, title in (("depth-small", "depth"), ("depth-first-small", "depth-first")):
-        (tmp_path / "runs" / "studies" / name).mkdir(parents=True)
-        (tmp_path / "runs" / "studies" / name / "report.md").write_text(REPORT.format(title))
+        folder = tmp_path / "runs" / "studies" / name / "report"
+        folder.mkdir(parents=True)
+        (folder / "report.md").write_text(REPORT.format(title))
     monkeypatch.chdir(tmp_path)
     (run,) = find_study_runs("depth")
     assert run.folder == Path("runs/studies/depth-small")

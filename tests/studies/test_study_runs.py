@@ -172,7 +172,7 @@ def test_a_cell_that_diverges(study: Study, finished: tuple[StudyResults, StudyR
 
 def test_the_report(finished: tuple[StudyResults, StudyReport, Path]):
     results, report, folder = finished
-    page, text = (folder / "report.html").read_text(), (folder / "report.md").read_text()
+    page, text = (folder / "report" / "report.html").read_text(), (folder / "report" / "report.md").read_text()
     mean = report.scores["mha", "recall"].mean.value
     assert f"{mean:.4g}" in text
     assert f"{mean:.4g}" in page
@@ -180,7 +180,7 @@ def test_the_report(finished: tuple[StudyResults, StudyReport, Path]):
     assert "//" not in page.replace('xmlns="http://www.w3.org/2000/svg"', "")
     assert page.count("<svg") == 7  # strips, three costs, three axes of time
     assert all(claim in text for claim in report.claims)
-    rows = (folder / "results.csv").read_text().splitlines()
+    rows = (folder / "report" / "results.csv").read_text().splitlines()
     cell = results.report_cells("gqa", "recall")[0]
     value = cell.result["metrics"]["accuracy"]
     assert f"{cell.cell.id},report,recall,gqa,0.003,1,done,accuracy,{value!r}" in rows

@@ -538,7 +538,7 @@ def test_a_failing_disk_leaves_no_folder(
     net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
     with monkeypatch.context() as patch:
         failing(call, after, patch)
-        with pytest.raises(OSError, match=r"cannot write .*cut: .*\. Give another folder") as refused:
+        with pytest.raises(OSError, match=r"cut.* cannot be written: .*; (give|make)") as refused:
             model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     assert "\n" not in str(refused.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..costs.cost_plots import shorten_label
 from ..escaping import escape_svg
-from ..files import FolderLock, write_atomically
+from ..files import FolderLock, write_together
 from ..head_analysis.head_figures import FIGURE_THEMES, FigureTheme
 from .benchmark_case import LIMIT
 from .session import HEADWISE, BenchmarkRow
@@ -44,10 +44,10 @@ class BenchmarkReport:
         return not any(row["differs"] or row["failed"] for row in self.rows)
 
     def write(self, folder: Path | str) -> None:
-        """Write the JSON document and the chart to a folder, each atomically."""
+        """Write the JSON document and the chart to a folder; a failure leaves the earlier ones."""
+        document = (json.dumps(self.data, indent=1) + "\n").encode()
         with FolderLock(folder):
-            write_atomically(Path(folder) / REPORT_FILE, (json.dumps(self.data, indent=1) + "\n").encode())
-            write_atomically(Path(folder) / CHART_FILE, render_chart(self.rows))
+            write_together(folder, {REPORT_FILE: document, CHART_FILE: render_chart(self.rows)})
 
     @staticmethod
     def read(path: Path | str) -> BenchmarkReport:

@@ -23,7 +23,6 @@ from importlib import import_module
 
 from .. import __version__
 from ..errors import suggest
-from .arguments import prepare_output
 from .command_parser import LIST_OPTIONS, UsageError
 from .exit_status import open_closed_streams, print_error, run_guarded
 
@@ -110,7 +109,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_closed_streams()
     if is_closed:
         return print_error("cannot write: stdout is closed; open it")
-    prepare_output()
     return run_guarded(_run_command, sys.argv[1:] if argv is None else argv)
 
 

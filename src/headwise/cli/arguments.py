@@ -64,6 +64,12 @@ def print_page(text: str) -> None:
     print(text)
 
 
+def print_note(text: object) -> None:
+    """Print text to stderr; on a terminal, control characters are shown as codes."""
+    line = str(text)
+    print(escape_page(line) if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
+
+
 def supports_style() -> bool:
     """Whether stdout is a terminal that shows bold and colours, and NO_COLOR is not set."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"

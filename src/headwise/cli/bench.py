@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from .arguments import add_json_argument, add_overwrite_argument, print_page, to_json
+from ..escaping import make_visible
+from .arguments import add_json_argument, add_overwrite_argument, print_note, print_page, to_json
 from .command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
     from ..bench.benchmark_report import BenchmarkReport
     from ..bench.runner import ScalingReport
-
-INTERRUPTED = 130
 
 
 def main(argv: list[str]) -> int:
@@ -37,8 +36,8 @@ def main(argv: list[str]) -> int:
     print_page(to_json(report.data) if args.json else str(report))
     if report.machine["interrupted"]:
         missing = ", ".join(f"{kind} ({count})" for kind, count in report.machine["missing"].items())
-        print(f"headwise: interrupted; cases that are missing, by kind: {missing or 'none'}", file=sys.stderr)
-        return INTERRUPTED
+        print_note(f"headwise: interrupted; cases that are missing, by kind: {missing or 'none'}")
+        raise KeyboardInterrupt
     return 0 if report.is_valid else 1
 
 
@@ -133,10 +132,10 @@ def _parser() -> CommandParser:
 def _report_progress(message: str) -> None:
     """Overwrite one progress line on stderr, if it is a terminal."""
     if sys.stderr.isatty():
-        print(f"\r\x1b[K{message[:78]}", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{make_visible(message[:78])}", end="", file=sys.stderr, flush=True)
 
 
 def _report_finished(message: str) -> None:
     """Print one line for each finished case to stderr, unless it is a terminal, which shows the progress line."""
     if not sys.stderr.isatty():
-        print(message, file=sys.stderr, flush=True)
+        print_note(message)

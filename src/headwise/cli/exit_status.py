@@ -1,7 +1,9 @@
-"""How a command ends: one line for every error, its exit code, closed streams, and SIGTERM."""
+"""How a command ends: one line for every error or warning, its exit code, closed streams, and SIGTERM."""
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import platform
 import signal
@@ -9,18 +11,29 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 from .. import __version__
 from ..errors import NoBackend
-from ..escaping import shorten_message
-from .arguments import BAD_INPUT
+from ..escaping import escape_page, shorten_message
+from .arguments import BAD_INPUT, prepare_output
 
 INTERNAL_ERROR, INTERRUPTED, PIPE_CLOSED, TERMINATED = 3, 130, 141, 143
 OUT_OF_MEMORY = "out of memory; use a smaller batch, model or number of tokens"
 MAX_MESSAGE = 2000  # characters of an error line
+REMEDIES = {
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ENOENT: "give a path that exists",
+    errno.EACCES: "give a path that you may use",
+    errno.EPERM: "give a path that you may use",
+    errno.ENOSPC: "make room and try again",
+    errno.EDQUOT: "make room and try again",
+    errno.EMFILE: "allow more open files with ulimit -n",
+}
 
 
 class Terminated(SystemExit):
@@ -33,29 +46,49 @@ def run_guarded(command: Callable[[list[str]], int], argv: Sequence[str]) -> int
     0 is success, 1 and 2 are results and bad input, 3 an error of headwise itself, 130 Ctrl-C, 141 a reader that has
     left, 143 SIGTERM.
     """
+    signals = _SignalRecord()
     try:
-        with _sigterm_as_exception():
+        prepare_output()
+        with signals, _notices_in_one_line(), _sigterm_as_exception():
             code = command(list(argv))
             sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return TERMINATED if signal.SIGTERM in signals.received else INTERRUPTED
     except Terminated:
         return TERMINATED
     except SystemExit:
         raise
     except BrokenPipeError:
         return PIPE_CLOSED
-    except (ValueError, OSError, OverflowError, NoBackend) as error:
-        return print_error(str(error) or type(error).__name__)
+    except OSError as error:
+        return print_error(_describe_os_error(error))
+    except (ValueError, OverflowError, NoBackend) as error:
+        return print_error(_text_of(error) or type(error).__name__)
     except MemoryError:
         return print_error(OUT_OF_MEMORY)
     except BaseException as error:  # panics of libraries written in Rust are no Exception
-        if isinstance(error, RuntimeError) and "allocate memory" in str(error):
+        if isinstance(error, RuntimeError) and "allocate memory" in _text_of(error):
             return print_error(OUT_OF_MEMORY)
         return _report_internal_error(error, argv)
     finally:
         _drop_unwritten_output()
+
+
+def _text_of(error: BaseException) -> str:
+    """The text of an exception; "" if its class cannot make one."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
+def _describe_os_error(error: OSError) -> str:
+    """The path, what the system says about it, and a remedy; errors that headwise has explained stay."""
+    if error.strerror is None or error.errno is None:
+        return _text_of(error) or type(error).__name__
+    name = "go on" if error.filename is None else f"use {os.fsdecode(error.filename)!r}"
+    return f"cannot {name}: {error.strerror.lower()}; {REMEDIES.get(error.errno, 'give another path')}"
 
 
 def print_error(message: str, code: int = BAD_INPUT) -> int:
@@ -69,7 +102,7 @@ def print_error(message: str, code: int = BAD_INPUT) -> int:
 
 def _report_internal_error(error: BaseException, argv: Sequence[str]) -> int:
     """Write the traceback to a temporary file, and print one line that names it."""
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    reason = " ".join(f"{type(error).__name__}: {_text_of(error)}".split())[:300]
     versions = f"headwise {__version__}, Python {platform.python_version()}, {platform.platform()}"
     lines = [versions, f"arguments: {list(argv)!r}", "", "".join(traceback.format_exception(error))]
     try:
@@ -109,6 +142,51 @@ def _drop_unwritten_output() -> None:
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, stream.fileno())
                 os.close(null)
+
+
+class _SignalRecord:
+    """Context that records the signals which arrive, whoever handles them; in the main thread only."""
+
+    def __init__(self) -> None:
+        self.received: set[int] = set()
+        self._pipe: tuple[int, ...] = ()
+        self._before = -1
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._pipe = os.pipe()
+            for handle in self._pipe:
+                os.set_blocking(handle, False)
+            self._before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+
+    def __exit__(self, *_: object) -> None:
+        if not self._pipe:
+            return
+        signal.set_wakeup_fd(self._before)
+        with suppress(BlockingIOError):
+            self.received.update(os.read(self._pipe[0], 1 << 16))
+        for handle in self._pipe:
+            os.close(handle)
+
+
+@contextmanager
+def _notices_in_one_line() -> Iterator[None]:
+    """Show warnings as errors are shown, and records of loggers with invisible characters as codes."""
+
+    def make_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make_any_record(*args, **kwargs)
+        with suppress(TypeError, ValueError):  # the logger reports arguments that do not fit their message
+            record.msg, record.args = escape_page(record.getMessage()), ()
+        return record
+
+    make_any_record, format_any_warning = logging.getLogRecordFactory(), warnings.formatwarning
+    logging.setLogRecordFactory(make_record)
+    warnings.formatwarning = lambda message, *_, **__: f"headwise: {shorten_message(str(message))}\n"
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make_any_record)
+        warnings.formatwarning = format_any_warning
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from .arguments import (
     add_json_argument,
     add_overwrite_argument,
     existing_mode,
+    print_note,
     print_page,
     supports_style,
     to_json,
@@ -220,7 +220,7 @@ def main(argv: list[str]) -> int:
         pair, existing = _parse_head_pair(args.pair), existing_mode(args)
         options = ReportOptions(extras.importance, extras.redundancy, pair, drawn_heads, existing)
         for name in write_head_report(model, table, examples, Path(args.out), options):
-            print(name, file=sys.stderr)
+            print_note(name)
     print_page(to_json(table.data | extras.data) if args.json else _format_table(table, args) + format_extras(extras))
     return 0
 
@@ -399,7 +399,7 @@ def _draw_from_trace(args: argparse.Namespace, parser: CommandParser) -> int:
     for site, head in heads:
         trace.head_weights(site, head, slice(0, 1))  # refuse an unknown head before anything is written
     for name in draw_traced_heads(trace, heads, Path(args.out), existing_mode(args)):
-        print(name)
+        print_page(name)
     return 0
 
 

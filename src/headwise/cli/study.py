@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..output_paths import check_output
 from .argument_checks import check_input_file
-from .arguments import add_json_argument, add_set_argument, parse_value, print_page, to_json
+from .arguments import add_json_argument, add_set_argument, parse_value, print_note, print_page, to_json
 from .command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
@@ -26,14 +25,15 @@ def main(argv: list[str]) -> int:
     from ..studies.process_engine import ProcessEngine
     from ..studies.study_file import read_study
     from ..studies.study_plan import format_plan, plan_study
-    from ..studies.study_report import write_report
+    from ..studies.study_report import REPORT_FOLDER, STUDY_REPORT, write_report
     from ..studies.study_runner import STUDY_FOLDER, run_study
 
     study = read_study(args.file, args.scale, _parse_overrides(args.changes))
     out = args.out or f"runs/studies/{study.name}-{study.scale}"
     check_output(out, STUDY_FOLDER, "continue")
+    check_output(Path(out, REPORT_FOLDER), STUDY_REPORT, "overwrite")
     if args.plan or args.budget is not None:
-        plan = plan_study(study, ProcessEngine(args.jobs), _print_progress)
+        plan = plan_study(study, ProcessEngine(args.jobs), print_note)
         if args.budget is not None:
             plan.check_budget(args.budget)
         if args.plan:
@@ -41,18 +41,17 @@ def main(argv: list[str]) -> int:
             return 0
     out = Path(out)
     try:
-        results = run_study(study, out, ProcessEngine(args.jobs), _make_filter(args.only), _print_progress)
+        results = run_study(study, out, ProcessEngine(args.jobs), _make_filter(args.only), print_note)
     except KeyboardInterrupt:
-        print(f"headwise: interrupted; run the same command to go on in {out}", file=sys.stderr)
+        print_note(f"headwise: interrupted; run the same command to go on in {out}")
         raise
     report = write_report(results, out)
     if args.json:
         print_page(to_json({"out": str(out), "claims": report.claims, "failures": report.failures}))
     else:
         print_page("\n".join([f"{study.name}, scale {study.scale}", "", *report.claims, "", *report.failures]).rstrip())
-        print_page(
-            f"\n{out / 'report.html'}\n  The report, with figures; report.md, results.csv and results.jsonl beside it."
-        )
+        page = out / REPORT_FOLDER / "report.html"
+        print_page(f"\n{page}\n  The report, with figures; report.md and results.csv beside it.")
     return 0
 
 
@@ -114,7 +113,3 @@ def _make_filter(patterns: list[str]) -> Callable[[Cell], bool]:
 
 def _plan_data(plan: StudyPlan) -> dict[str, Any]:
     return {"study": plan.study.name, "scale": plan.study.scale, "seconds": plan.seconds, "cells": plan.data}
-
-
-def _print_progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

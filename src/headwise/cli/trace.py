@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..files import read_text_file
 from ..output_paths import check_output
 from . import known_names
 from .argument_checks import check_choice, check_input_file, check_model_path, check_suffix, check_tokenizer
-from .arguments import add_json_argument, add_overwrite_argument, existing_mode, print_page, to_json
+from .arguments import add_json_argument, add_overwrite_argument, existing_mode, print_note, print_page, to_json
 from .command_parser import CommandParser, UsageError
 from .text_arguments import add_tokenizer_argument
 
@@ -123,9 +122,7 @@ def _capture_trace(args: argparse.Namespace) -> Trace:
     extra = tuple(name for name in args.record.split(",") if name)
     options = Capture(extra=extra, sites=sites, precision=args.precision, **budget)
     model, inputs, steps = _capture_inputs(args)
-    captured = trace(
-        model, inputs, max_new_tokens=steps, capture=options, log=lambda value: print(value, file=sys.stderr)
-    )
+    captured = trace(model, inputs, max_new_tokens=steps, capture=options, log=print_note)
     cells = 64 if args.thumbnails is None else args.thumbnails
     return captured.with_thumbnails(cells) if cells and args.out else captured
 
@@ -159,11 +156,7 @@ def _capture_inputs(args: argparse.Namespace) -> tuple[Any, Any, int]:
 
 def _read_lines(args: argparse.Namespace) -> list[str]:
     """Return the first lines of --data that are not empty."""
-    try:
-        text = Path(args.data).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{args.data} cannot be read as text: {error}; give a file of lines in UTF-8") from None
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in read_text_file(args.data).splitlines() if line.strip()]
     if not lines:
         raise UsageError(f"{args.data} has no text; give at least one line")
     return lines[: 8 if args.limit is None else args.limit]

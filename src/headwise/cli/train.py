@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,6 +28,7 @@ from .arguments import (
     add_set_argument,
     is_published_model,
     parse_value,
+    print_note,
     print_page,
     resolve_target,
     to_json,
@@ -102,10 +102,7 @@ def main(argv: list[str]) -> int:
             if not launch.claim_failure_report():
                 raise SystemExit(BAD_INPUT) from None
             if isinstance(error, KeyboardInterrupt):
-                print(
-                    f"headwise: {error or 'interrupted after the last checkpoint'}; {RESUME_HINT}",
-                    file=sys.stderr,
-                )
+                print_note(f"headwise: {error or 'interrupted after the last checkpoint'}; {RESUME_HINT}")
             raise
     return 0
 

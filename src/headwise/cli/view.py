@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..output_paths import check_output
 from .argument_checks import check_input_file, check_model_path
-from .arguments import DESCRIPTION_SUFFIXES, PRESETS, add_overwrite_argument, existing_mode, print_page
+from .arguments import DESCRIPTION_SUFFIXES, PRESETS, add_overwrite_argument, existing_mode, print_note, print_page
 from .command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ def _check_target(name: str) -> None:
 
 
 def _print_note(line: str) -> None:
-    print(f"headwise: {line}", file=sys.stderr)
+    print_note(f"headwise: {line}")
 
 
 def _target(args: argparse.Namespace) -> Target:

@@ -131,7 +131,8 @@ def _adapter_of_folder(folder: Path) -> str:
         return "tokens"
     if len(find_splits(folder, jsonl.JSONL_SUFFIXES)) > 1:
         return "jsonl"
-    num_images, num_texts = (
-        len(list_files(folder, suffixes)) for suffixes in (images.IMAGE_SUFFIXES, TextTask.suffixes)
-    )
-    return "images" if images.find_idx_files(folder) or num_images > num_texts else "text"
+    if images.find_idx_files(folder):
+        return "images"
+    files = list_files(folder, {*images.IMAGE_SUFFIXES, *TextTask.suffixes})
+    num_images = sum(path.suffix.lower() in images.IMAGE_SUFFIXES for path in files)
+    return "images" if num_images > len(files) - num_images else "text"

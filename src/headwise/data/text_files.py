@@ -15,6 +15,7 @@ from typing import BinaryIO, cast
 from ..errors import SpecError
 
 CHUNK_BYTES = 1 << 20
+MAX_OTHER_FILES, MAX_OTHERS_PER_FILE = 20_000, 10  # above both, a folder is not one of data
 GZIP_MAGIC = b"\x1f\x8b"
 MAX_UNPACKED_BYTES = 4 * 2**30  # of a compressed file; a file of a few megabytes can unpack to as much as this
 
@@ -45,12 +46,24 @@ def existing_file(path_text: str) -> Path:
 
 
 def list_files(folder: Path, suffixes: Collection[str], skipped_folders: Collection[str] = ()) -> list[Path]:
-    """Files below a folder with one of these suffixes, sorted by name; hidden files and `skipped_folders` left out."""
+    """Files below a folder with one of these suffixes, sorted by name; hidden files and `skipped_folders` left out.
+
+    Raises SpecError for the root of the file system, and for a folder with many other files: it is not one of data, and
+    a walk through all of it could take minutes.
+    """
+    if folder.resolve() == folder.resolve().parent:
+        raise SpecError(f"{folder} is the root of the file system; give the folder with the data")
     paths: list[Path] = []
+    num_others = 0
     for root, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped_folders]
         visible = [Path(root, name) for name in files if not name.startswith(".")]
-        paths += [path for path in visible if path.suffix.lower() in suffixes and path.is_file()]
+        matches = [path for path in visible if path.suffix.lower() in suffixes and path.is_file()]
+        paths += matches
+        num_others += len(files) - len(matches)
+        if num_others > max(MAX_OTHER_FILES, MAX_OTHERS_PER_FILE * len(paths)):
+            fact = f"{folder} contains at least {num_others:,} files that are no data, and {len(paths):,} that may be"
+            raise SpecError(f"{fact}; give the folder with the data")
     return sorted(paths, key=lambda path: path.relative_to(folder).as_posix())
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from tokenizers import Encoding, Tokenizer
 
 from ..errors import SpecError
+from ..files import read_text_file
 
 MAX_REASON = 120  # characters of the library's message
 
@@ -46,7 +47,7 @@ def parse_tokenizer(document: str) -> Tokenizer:
 def read_tokenizer_file(path: Path) -> Tokenizer:
     """The tokenizer in a tokenizer.json."""
     try:
-        return parse_tokenizer(path.read_text(encoding="utf-8"))
+        return parse_tokenizer(read_text_file(path))
     except (SpecError, OSError):
         raise
     except Exception as error:  # the library raises plain Exception

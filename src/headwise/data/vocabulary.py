@@ -16,7 +16,7 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.trainers import BpeTrainer
 
 from ..errors import SpecError
-from .tokenizer_calls import decode_tokens, parse_tokenizer
+from .tokenizer_calls import decode_tokens, read_tokenizer_file
 
 IdArray = NDArray[Any]  # token ids, in the smallest integer type that the vocabulary allows
 
@@ -174,10 +174,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
 def read_vocabulary(path: Path) -> SubwordVocabulary:
     """Read a tokenizer.json of the `tokenizers` library."""
-    try:
-        tokenizer = parse_tokenizer(path.read_text(encoding="utf-8"))
-    except Exception as error:  # `tokenizers` raises nothing narrower
-        raise SpecError(f"cannot read {path} as a tokenizer: {error}; give a tokenizer.json") from None
+    tokenizer = read_tokenizer_file(path)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return SubwordVocabulary(tokenizer)

@@ -6,7 +6,6 @@ first page needs the recorded trace only.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from ..errors import SpecError
 from ..files import FolderLock
 from ..head_analysis.head_figures import CLASS_STYLES, class_group
 from ..head_analysis.head_table import HeadMeasures, HeadTable, Measure
-from ..output_paths import check_output
+from ..output_paths import check_output, stage_folder
 from ..traces import Trace
 from ..viewer.bundled_sample import MODEL, SOURCE, load_sample_model, load_sample_table, load_sample_trace
 from . import before_after, sample_report
@@ -315,7 +314,7 @@ def _retrain_and_prove(pruning: _Pruning, texts: Sequence[Any], folder: Path, pr
     from ..head_analysis.annotated_examples import examples_from_task
     from ..hub.pretrained_models import load
     from ..surgery.distillation import UptrainingOptions, uptrain
-    from ..surgery.hf_export.model_folder import write_model_folder
+    from ..surgery.hf_export.model_folder import COMPRESSED_MODEL, write_model_folder
     from ..surgery.verification.efficiency import TimingOptions
     from ..surgery.verification.proof import ProofOptions, prove, write_proof
     from ..surgery.verification.quality_metrics import compare_task_scores
@@ -333,33 +332,32 @@ def _retrain_and_prove(pruning: _Pruning, texts: Sequence[Any], folder: Path, pr
         "kept": retrained.step,
         "steps": scale.steps,
     }
-    pruned = folder / PRUNED_NAME
-    write_model_folder(retrained.net, MODEL, pruned, record)
-    proof_options = ProofOptions(
-        compressed.summary,
-        exports={"headwise.load of the written folder": lambda: load(pruned)},
-        task=task,
-        num_examples=scale.num_scored_examples,
-        timing=TimingOptions(batch=16, length=16, steps=task.answers, seconds=scale.seconds),
-        notes=(f"retrained for {scale.steps} steps from the original model; step {retrained.step} is kept",),
-        command="headwise demo",
-        **compressed.verification,
-    )
     proof_texts = examples_from_task(net, task, scale.num_proof_texts).examples_with_frequencies()
-    proof = prove(net, retrained.net, proof_texts, proof_options, progress.report_stage)
-    progress.report_stage("")
-    write_proof(proof, pruned)
+    pruned = folder / PRUNED_NAME
+    with stage_folder(pruned, COMPRESSED_MODEL, "overwrite") as staged:
+        write_model_folder(retrained.net, MODEL, staged, record)
+        proof_options = ProofOptions(
+            compressed.summary,
+            exports={"headwise.load of the written folder": lambda: load(staged)},
+            task=task,
+            num_examples=scale.num_scored_examples,
+            timing=TimingOptions(batch=16, length=16, steps=task.answers, seconds=scale.seconds),
+            notes=(f"retrained for {scale.steps} steps from the original model; step {retrained.step} is kept",),
+            command="headwise demo",
+            **compressed.verification,
+        )
+        proof = prove(net, retrained.net, proof_texts, proof_options, progress.report_stage)
+        progress.report_stage("")
+        write_proof(proof, staged)
     return {"folder": str(pruned), **record, "proof": proof.data}
 
 
 def check_output_folder(folder: Path) -> None:
-    """Delete the pruned model of an earlier tour; raise SpecError if the folder holds anything else."""
+    """Raise SpecError if a folder holds anything but the pruned model of an earlier tour, which is replaced."""
     from ..surgery.hf_export.model_folder import COMPRESSED_MODEL, read_record
 
     try:
         is_ours = read_record(folder).change.get("demo") == FOLDER_NAME
     except SpecError:
         is_ours = False
-    if is_ours:
-        shutil.rmtree(folder)
-    check_output(folder, COMPRESSED_MODEL)
+    check_output(folder, COMPRESSED_MODEL, "overwrite" if is_ours else "refuse")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import textwrap
 import time
@@ -24,7 +23,7 @@ from ..head_analysis.annotated_examples import Example, examples_from_task
 from ..hub.pretrained_models import load
 from ..interfaces.core_types import Probe
 from ..models import Transformer
-from ..output_paths import check_output
+from ..output_paths import check_output, stage_folder
 from ..progress import LINE_INTERVAL, format_duration
 from ..surgery import HeadRanking, KeepTop, Pool
 from ..surgery.conversion import convert
@@ -379,9 +378,8 @@ class CompressedTranslator:
         record = self._load_record()
         if record is not None and (self.folder / PROOF_JSON).is_file() and record.items() >= request.items():
             return
-        if record is not None:
-            shutil.rmtree(self.folder)
-        self._compress(net.eval(), request)
+        with stage_folder(self.folder, COMPRESSED_MODEL, "refuse" if record is None else "overwrite") as staged:
+            self._compress(net.eval(), request, staged)
 
     def _load_record(self) -> dict[str, Any] | None:
         """Return the record that an earlier demo left in the folder, or None if the folder is not from the demo."""
@@ -391,7 +389,8 @@ class CompressedTranslator:
             return None
         return dict(record) if record.get("demo") == self.change.name else None
 
-    def _compress(self, net: Transformer, request: Mapping[str, Any]) -> None:
+    def _compress(self, net: Transformer, request: Mapping[str, Any], folder: Path) -> None:
+        """Compress, retrain and prove the model, and write it to a folder."""
         task, scale, progress = (
             self.translator.task,
             self.scale,
@@ -417,11 +416,11 @@ class CompressedTranslator:
             "kept": retrained.step,
         }
         record |= {"steps": self.retraining.steps, "curve": [point._asdict() for point in retrained.curve]}
-        write_model_folder(retrained.net, self.translator.folder, self.folder, record)
+        write_model_folder(retrained.net, self.translator.folder, folder, record)
         notes = f"retrained for {self.retraining.steps} steps from the original model; step {retrained.step} is kept"
         options = ProofOptions(
             compressed.summary,
-            exports={"headwise.load of the written folder": lambda: load(self.folder)},
+            exports={"headwise.load of the written folder": lambda: load(folder)},
             task=task,
             num_examples=scale.num_scored_examples,
             timing=TimingOptions(batch=16, length=16, steps=task.answers, seconds=scale.seconds),
@@ -437,7 +436,7 @@ class CompressedTranslator:
             progress.report_stage,
         )
         progress.report_stage("")
-        write_proof(proof, self.folder)
+        write_proof(proof, folder)
 
 
 # --- Translator and its compressed versions ------------------------------------------------------------

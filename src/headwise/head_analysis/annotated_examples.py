@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..data import IGNORE_INDEX, Batch, Task
 from ..errors import SequenceTooLong, SpecError, UnknownToken
+from ..files import read_text_file
 from ..generation import load_tokenizers
 from ..inspect.hooks import ModelRun
 from ..inspect.model_inputs import PAD_ID, ModelInputs, get_max_length, is_encoder_decoder, prepare_inputs
@@ -101,6 +102,7 @@ def find_sink_tokens(annotations: TokenAnnotations) -> Tensor:
 
 NUM_COLUMNS = 10
 ROOT_RELATION = "root"
+WORD_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True)
@@ -129,18 +131,26 @@ def read_conllu(lines: Iterable[str], source: str = "CoNLL-U") -> Iterator[Parse
     ParsedSentence(text='Dogs bark', words=('Dogs', 'bark'), word_spans=((0, 4), (5, 9)), dependencies=((0, 1,
     'nsubj'),))
     """
-    rows: list[list[str]] = []
+    rows: list[_Row] = []
     text, first_line = "", 1
     for line_number, line in enumerate([*lines, ""], 1):
         if line.startswith("#"):
             name, _, value = line[1:].partition("=")
             text = value.strip() if name.strip() == "text" else text
         elif line.strip():
-            rows.append(_split_columns(line, f"{source}, line {line_number}"))
+            where = f"{source}, line {line_number}"
+            rows.append(_Row(where, _split_columns(line, where)))
         elif rows:
             yield _parse_sentence(text, rows, f"{source}, sentence at line {first_line}")
             rows, text = [], ""
         first_line = line_number + 1 if not rows else first_line
+
+
+class _Row(NamedTuple):
+    """The columns of one row, and its file and line for messages."""
+
+    where: str
+    columns: list[str]
 
 
 def _split_columns(line: str, where: str) -> list[str]:
@@ -150,26 +160,28 @@ def _split_columns(line: str, where: str) -> list[str]:
     return row
 
 
-def _parse_sentence(text: str, rows: Sequence[Sequence[str]], where: str) -> ParsedSentence:
+def _parse_sentence(text: str, rows: Sequence[_Row], where: str) -> ParsedSentence:
     words: list[str] = []
     pieces: list[tuple[str, int]] = []  # each stretch of text and the number of words written in it
     dependencies: list[tuple[int, int, str]] = []
     covered = 0  # words up to this one belong to a multi-word token
-    for row in rows:
+    for place, row in rows:
         if "." in row[0]:  # an empty node: a word that is not written
             continue
         if "-" in row[0]:
-            first, last = (_parse_number(part, where) for part in row[0].split("-", 1))
+            first, last = (_parse_number(part, place) for part in row[0].split("-", 1))
+            if first != len(words) + 1 or last < first:
+                raise SpecError(f"{place}: the range {row[0]} follows word {len(words)}; write first-last")
             pieces.append((row[1], last - first + 1))
             covered = last
             continue
-        number = _parse_number(row[0], where)
+        number = _parse_number(row[0], place)
         if number != len(words) + 1:
-            raise SpecError(f"{where}: word {number} follows word {len(words)}; number words 1, 2, 3")
+            raise SpecError(f"{place}: word {number} follows word {len(words)}; number words 1, 2, 3")
         words.append(row[1])
         if number > covered:
             pieces.append((row[1], 1))
-        governor = _parse_number(row[6], where)
+        governor = _parse_number(row[6], place)
         if governor:
             dependencies.append((number - 1, governor - 1, row[7].partition(":")[0]))
     if invalid := [arc for arc in dependencies if not arc[1] < len(words)]:
@@ -207,7 +219,7 @@ def _find_word_spans(
 
 
 def _parse_number(text: str, where: str) -> int:
-    if not text.isdigit():
+    if not WORD_NUMBER.fullmatch(text):
         raise SpecError(f"{where}: {text!r} is not a word number; use integers from 0")
     return int(text)
 
@@ -486,11 +498,9 @@ def parse_alignment_links(line: str, number: int) -> tuple[tuple[int, int, bool]
 
 
 def read_lines(path: Path | str) -> list[str]:
-    """Return the lines of a UTF-8 text file."""
-    try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"cannot read {path} as text: {error}; give a UTF-8 file") from None
+    """Return the lines of a UTF-8 text file, without line ends."""
+    lines = [line.removesuffix("\r") for line in read_text_file(path).split("\n")]
+    return lines if lines[-1] else lines[:-1]
 
 
 def split_examples(examples: list[Example], min_count: int = 8) -> tuple[list[Example], list[Example], str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from ..data.images import IMAGE_SUFFIXES, ArrayImages, ImageFiles, ImageStore, open_npy
 from ..data.text_files import existing_path, list_files
 from ..errors import SpecError
+from ..files import read_json_file
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import ModelRun
 from ..inspect.model_inputs import prepare_inputs
@@ -90,7 +90,7 @@ class PixelScaling:
                 f"there is no {path}, which says how pixels are normalised; add it, or give an .npy of floats, which "
                 "are used as they are"
             )
-        fields: Any = json.loads(path.read_text(encoding="utf-8"))
+        fields: Any = read_json_file(path)
         if not isinstance(fields, Mapping) or not fields.get("do_normalize", True):
             return PixelScaling((0.0,), (1.0,))
         mean, deviation = (fields.get(name, [0.5]) for name in ("image_mean", "image_std"))

@@ -13,6 +13,7 @@ from .. import families
 from ..errors import SpecError
 from ..families import get_weight_names
 from ..hub.checkpoint_weights import TensorInfo, build_from_weights
+from ..hub.transformers_loading import without_hub_kernels
 from ..models import Transformer, build
 
 SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -48,7 +49,8 @@ def make_random_baseline(model: nn.Module, *, seed: int = 0) -> nn.Module:
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed)
-            baseline = from_config(config)
+            with without_hub_kernels():
+                baseline = from_config(config)
     return baseline.to(parameter.device, parameter.dtype).eval()
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from ..data.tokenizer_calls import parse_tokenizer
 from ..data.vocabulary import ByteVocabulary
 from ..errors import SpecError
+from ..files import read_text_file
 from ..inspect.model_tokenizer import (
     BYTE_TOKENIZER,
     TOKENIZER_REMEDY,
@@ -113,8 +114,10 @@ def _read_tokenizer(folder: Path) -> dict[str, Any]:
     """The tokenizer document, the ids that it adds before and behind every text, and its mask id."""
     path = folder / TOKENIZER_FILE
     try:
-        document = path.read_text(encoding="utf-8")
+        document = read_text_file(path)
         tokenizer = parse_tokenizer(document)
+    except SpecError:
+        raise
     except Exception as error:  # the library raises plain Exception
         raise SpecError(f"{path} is not a tokenizer document: {error}; copy the file again") from None
     before, behind = get_surrounding_ids(tokenizer)

@@ -11,6 +11,8 @@ import logging
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ IMPLEMENTATION_KEY = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 IMPLEMENTATIONS = {None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"}
 IMPLEMENTATIONS |= {"grouped_mm", "batched_mm"}
 KERNEL_KEYS = {"kernels", "use_kernels", "kernel_config"}
+# Methods of quantisation for which transformers fetches kernels when the model runs.
+HUB_QUANTIZATIONS = {"fp8", "fbgemm_fp8", "mxfp4", "mxfp8", "nvfp4", "eetq", "metal"}
 # Settings that name code or other files of the folder, and that the classes of transformers do not need.
 IGNORED_KEYS = {"auto_map", "custom_pipelines", "trust_remote_code", "configuration_files"}
 ADAPTER_FILE = "adapter_config.json"  # it may name another model, which transformers would load too
@@ -116,16 +120,43 @@ def load_model(folder: Path) -> nn.Module:
 
     transformers.utils.logging.disable_progress_bar()
     config = load_config(folder)
+    _refuse_hub_quantization(config, folder)
     model_class = find_model_class(config)
     if not any(next(folder.glob(pattern), None) for pattern in WEIGHT_GLOBS):
         return build_without_weights(model_class, config)
     options = {"use_safetensors": True, "local_files_only": True, **SAFE_ARGUMENTS}
-    return model_class.from_pretrained(folder, config=config, **options).eval()
+    with without_hub_kernels():
+        return model_class.from_pretrained(folder, config=config, **options).eval()
+
+
+@contextmanager
+def without_hub_kernels() -> Iterator[None]:
+    """Context in which transformers does not find the package `kernels`, through which models fetch code of the Hub."""
+    try:
+        from transformers.integrations import hub_kernels
+    except ImportError:  # a version that has none
+        yield
+        return
+    module: Any = hub_kernels
+    before = module.is_kernels_available
+    module.is_kernels_available = lambda *_, **__: False
+    try:
+        yield
+    finally:
+        module.is_kernels_available = before
+
+
+def _refuse_hub_quantization(config: Any, folder: Path) -> None:
+    """Raise SpecError for a method of quantisation that would fetch kernels with the package `kernels`."""
+    method = next((value for key, value in _iter_settings(config.to_dict()) if key == "quant_method"), None)
+    if str(getattr(method, "value", method)) in HUB_QUANTIZATIONS and find_spec("kernels") is not None:
+        fact = f"{CONFIG_FILE} of {folder} has the quantisation {method}, which runs code of the Hub"
+        raise SpecError(f"{fact}; remove the package kernels, or give a folder with weights that are not quantised")
 
 
 def build_without_weights(model_class: Any, config: Any) -> nn.Module:
     """Build a model of transformers on the meta device, in eval mode."""
-    with torch.device("meta"):
+    with torch.device("meta"), without_hub_kernels():
         from_config = getattr(model_class, "from_config", None) or model_class._from_config
         return from_config(config, attn_implementation=None).eval()
 

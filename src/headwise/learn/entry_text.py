@@ -191,9 +191,9 @@ def study_command(study: str) -> str:
 
 def find_study_runs(study: str, folder: Path = STUDIES) -> Sequence[StudyRun]:
     """The stored runs of a study at any scale, the most recent first."""
-    reports = [path for path in folder.glob(f"{study}-*/report.md") if _names_study(path, study)]
+    reports = [path for path in folder.glob(f"{study}-*/report/report.md") if _names_study(path, study)]
     reports.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    return [StudyRun(path.parent, _read_claims(path)) for path in reports]
+    return [StudyRun(path.parent.parent, _read_claims(path)) for path in reports]
 
 
 def _names_study(report: Path, study: str) -> bool:

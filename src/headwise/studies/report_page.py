@@ -10,7 +10,6 @@ from .report_figures import Span, curve_figure, scatter_figure, strip_figure
 from .study_file import StudyTask
 from .study_report import ReportTable, StudyReport, describe_protocol
 
-PAGE_FILE = "report.html"
 STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --panel: #fff; --text: #1b1b1f; --muted: #5c5c66; --line: #dcdce0;
   --accent: #3b3fb6; --seed: #3b3fb6; }

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from ..escaping import make_visible
-from ..files import write_atomically
-from ..output_paths import check_output
+from ..files import read_json_file, write_atomically
+from ..output_paths import FolderKind, check_output, stage_folder
 from .seed_statistics import SIGNIFICANCE, VariantScore, bootstrap_mean, score_variants
 from .study_file import StudyTask
 from .study_plan import format_seconds
 from .study_runner import REPORT, STUDY_FOLDER, CellResult, StudyResults
 
-REPORT_FILE, TABLE_FILE, ENVIRONMENT_FILE = "report.md", "results.csv", "environment.json"
+REPORT_FOLDER, REPORT_FILE, PAGE_FILE, TABLE_FILE = "report", "report.md", "report.html", "results.csv"
+ENVIRONMENT_FILE = "environment.json"
+STUDY_REPORT = FolderKind("report of a study", (REPORT_FILE,), lambda _: (REPORT_FILE, PAGE_FILE, TABLE_FILE))
 MIN_SEEDS_TO_CLAIM = 3
 
 
@@ -297,17 +299,18 @@ def describe_environment() -> dict[str, Any]:
 
 
 def write_report(results: StudyResults, out: Path | str) -> StudyReport:
-    """Write report.md, report.html and results.csv into the folder of a study; nothing is trained."""
-    from .report_page import PAGE_FILE, render_page
+    """Write report.md, report.html and results.csv to the folder report of a study; nothing is trained."""
+    from .report_page import render_page
 
     folder = check_output(out, STUDY_FOLDER, "continue")
     path = folder / ENVIRONMENT_FILE
     if not path.exists():
         write_atomically(path, json.dumps(describe_environment(), indent=1).encode() + b"\n")
-    report = StudyReport.of(results, json.loads(path.read_text(encoding="utf-8")))
-    write_atomically(folder / REPORT_FILE, render_markdown(report).encode())
-    write_atomically(folder / TABLE_FILE, render_csv(results).encode())
-    write_atomically(folder / PAGE_FILE, render_page(report).encode())
+    report = StudyReport.of(results, read_json_file(path))
+    pages = {REPORT_FILE: render_markdown(report), TABLE_FILE: render_csv(results), PAGE_FILE: render_page(report)}
+    with stage_folder(folder / REPORT_FOLDER, STUDY_REPORT, "overwrite") as staged:
+        for name, page in pages.items():
+            write_atomically(staged / name, page.encode())
     return report
 
 

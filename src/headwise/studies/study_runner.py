@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError
-from ..files import FolderLock, write_atomically
+from ..files import FolderLock, read_json_file, write_atomically, write_together
 from ..output_paths import FolderKind, check_output
 from ..progress import CountedMessage, TimeLeft, format_duration
 from .cells import Cell, CellGrid
@@ -113,7 +113,8 @@ def check_same_study(folder: Path, name: str) -> None:
     """Raise if the folder holds another study; writes the name of this one."""
     path = folder / STUDY_FILE
     if path.exists():
-        stored = json.loads(path.read_text(encoding="utf-8")).get("study")
+        document = read_json_file(path)
+        stored = document.get("study") if isinstance(document, dict) else None
         if stored != name:
             raise SpecError(f"{folder} holds the study {stored!r}, not {name!r}; give another --out")
         return
@@ -123,9 +124,9 @@ def check_same_study(folder: Path, name: str) -> None:
 def write_results(results: StudyResults, folder: Path) -> None:
     """Write all cells in the order of the study; their times are in a file of their own."""
     lines = [json.dumps(one.record, sort_keys=True) for one in results.cells]
-    write_atomically(folder / RESULTS_FILE, "".join(f"{line}\n" for line in lines).encode())
-    times = [{"id": one.cell.id, **one.result.get("timing", {})} for one in results.cells]
-    write_atomically(folder / TIMINGS_FILE, "".join(f"{json.dumps(time)}\n" for time in times).encode())
+    times = [json.dumps({"id": one.cell.id, **one.result.get("timing", {})}) for one in results.cells]
+    contents = {RESULTS_FILE: lines, TIMINGS_FILE: times}
+    write_together(folder, {name: "".join(f"{line}\n" for line in rows).encode() for name, rows in contents.items()})
 
 
 def _run_stage(

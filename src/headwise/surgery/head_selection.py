@@ -415,7 +415,7 @@ class PruneToBudget(HeadSelection):
 
 
 # Keys of state files of pruning to a budget, and names in their selection, from before they were renamed.
-STATE_FILE = FileKind("state of a pruning", (b"",))  # any file, because its content is read and checked first
+STATE_FILE = FileKind("state of a pruning", (b'{"model": ',))
 OLD_STATE_KEYS = {"asked": "selection", "gone": "removed_units"}
 OLD_STATE_NAMES = {
     "Until(": "PruneToBudget(",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from ..errors import SpecError, suggest
-from ..escaping import escape_terminal
+from ..escaping import escape_terminal, make_visible
 from ..files import JsonLines, read_lines, write_lines
 from ..progress import LINE_INTERVAL, format_duration
 
@@ -234,7 +234,7 @@ class ConsoleLogger:
             self._progress = None
 
     def _print_line(self, text: str) -> None:
-        self._last_line_time = time.monotonic()
+        self._last_line_time, text = time.monotonic(), make_visible(text)
         if self._progress is not None:
             self._progress.console.print(text, highlight=False, markup=False)
         else:

@@ -18,7 +18,7 @@ from ..data import Task
 from ..distributed import join_process_group
 from ..distributed.sharded_model import BatchForward
 from ..errors import SpecError, suggest
-from ..files import FolderLock, read_lines, remove_temporary_files, write_atomically
+from ..files import FolderLock, read_lines, remove_leftovers, write_atomically
 from ..kernels.compilation import compile_when_called
 from ..model_spec import ModelSpec
 from ..model_spec.serialization import MANIFEST_FILE
@@ -227,7 +227,7 @@ def _find_checkpoint(folder: Path, resume: str) -> tuple[TrainingCheckpoint | No
     """The checkpoint to resume from (None if there is no run), and a message for each damaged newer one."""
     checkpoints = CheckpointFolder(folder / CHECKPOINT_FOLDER)
     for directory in (folder, checkpoints.folder):
-        remove_temporary_files(directory)
+        remove_leftovers(directory)
     checkpoint, damages = checkpoints.load_newest()
     if checkpoint is None and (folder / MANIFEST_FILE).exists():
         raise SpecError(f"{folder} already holds a model; give another folder, or move the model away")

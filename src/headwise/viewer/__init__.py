@@ -11,7 +11,6 @@ In reading order:
 - `model_actions`, `lab_actions`, `similarity_actions`, `comparison_actions`, `cost_actions`: the jobs: capture a text,
   measure the heads, ablate them, find similar heads, compare two runs, and cost.
 - `lab_runs`, `lab_recipes`: runs of the open text with some heads ablated; the Python lines that repeat them.
-- `lab_evaluation`: the loss of these runs over several texts.
 - `lab_checks`: the same outputs by a copy without the weights of these heads, and the text continued by both.
 - `lab_evaluation`: the job that measures the loss over several texts with and without the ablated heads.
 - `evidence_actions`: the jobs that find the texts that show a class, and measure dependency relations.
@@ -19,7 +18,6 @@ In reading order:
 - `analysis_answers`: products by channel, aggregates of heads, written tokens, and images.
 - `step_answers`: the computation of one head for one query, step by step.
 - `surgery_actions`, `surgery_arguments`: the jobs that plan, prune and convert, with proofs; what they are asked for.
-- `sentences`: Chinese translations of the sentences that the server and the library write.
 - `http_security`: which requests are answered, and the headers of every answer.
 - `server`: the routes of the HTTP interface, and `serve`.
 - `sentences`: translations of the sentences that the server and the library write.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import SpecError
-from ..escaping import escape_html
+from ..escaping import escape_html, make_visible
 from ..files import write_atomically
 from ..output_paths import Existing, FileKind, FolderKind, check_output
 from ..traces import Trace, load_trace, trace_from_weights
@@ -287,7 +287,7 @@ def make_widget(page: str, height: int = FRAME_HEIGHT) -> Any:
 
 def print_address(line: str) -> None:
     """Write one line to the terminal."""
-    sys.stdout.write(line + "\n")
+    sys.stdout.write(make_visible(line) + "\n")
     sys.stdout.flush()
 
 

@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     for group in OPTION_GROUPS:
         views |= group.make_views(args, costs)
     if args.csv:
-        print(comparison_options.csv_of_costs(args, costs, views), end="")
+        print_page(comparison_options.csv_of_costs(args, costs, views).removesuffix("\n"))
     elif args.json:
         document = costs.data | {name: view.data for name, view in views.items()}
         if args.verify:

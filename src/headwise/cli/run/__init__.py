@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...files import read_text_file
 from ..argument_checks import (
     check_choice,
     check_input_file,
@@ -207,10 +207,7 @@ def _tokenizer_document(name: str) -> str:
 
     if name == "bytes":
         return ByteVocabulary().document
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{name!r} cannot be read: {error}; give a tokenizer.json, or bytes") from None
+    return read_text_file(name)
 
 
 def _check_unused(args: argparse.Namespace, parser: argparse.ArgumentParser, model: Transformer, kind: str) -> None:

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ...data.translation import SacreBleuScores, score_translations
 from ...escaping import escape_page, escape_terminal
+from ...files import read_text_file
 from ...generation import PromptBatch, TextGenerator, encode_prompt
 from ...generation.decoding_config import DecodingConfig
 from ...generation.decoding_state import CompileDecision, ignore_decision
@@ -23,7 +23,7 @@ from ...generation.text_output import load_tokenizers
 from ...generation.token_scores import TokenScore, score_tokens
 from ...models import Transformer
 from ...ops.counter_rng import RandomStream
-from ..arguments import print_page, to_json
+from ..arguments import print_note, print_page, to_json
 from ..command_parser import UsageError
 from . import DECODING_OPTIONS
 from .inputs import InputLine, InputLines
@@ -55,16 +55,9 @@ def answer(model: Transformer, args: argparse.Namespace) -> int:
 def parse_decoding(args: argparse.Namespace) -> DecodingConfig:
     """Return the decoding configuration that the options describe."""
     options = {name: getattr(args, name) for name in (option.replace("-", "_") for option in DECODING_OPTIONS)}
-    schema = None if args.json_schema is None else _read_schema(args.json_schema)
+    schema = None if args.json_schema is None else read_text_file(args.json_schema)
     chosen = {name: value for name, value in options.items() if value is not None}
     return DecodingConfig(**chosen, stop=tuple(args.stop or ()), json_schema=schema)
-
-
-def _read_schema(name: str) -> str:
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{name!r} cannot be read: {error}; give a file with a JSON schema") from None
 
 
 def parse_length(args: argparse.Namespace) -> int:
@@ -82,7 +75,7 @@ class CompileNotices:
         """Print the reason of a decision, unless it has been printed."""
         if decision.reason not in self.messages:
             self.messages.append(decision.reason)
-            print(f"steps are {decision.reason}", file=sys.stderr)
+            print_note(f"steps are {decision.reason}")
 
 
 @dataclass
@@ -135,7 +128,7 @@ class AnswerWriter:
                 to_json({"model": self.generation.net.spec.name, **seed, **steps, "answers": self.documents, **scores})
             )
         if self.scores and not has_scores:
-            print(self.scores, file=sys.stderr)
+            print_note(self.scores)
 
     def _write_answer(self, line: InputLine[list[int]], outputs: Sequence[GenerationOutput]) -> None:
         for output in outputs:
@@ -228,12 +221,7 @@ class TranslationScores:
             if tokenize is not None:
                 raise UsageError("--score-tokenize needs --score; add --score REF")
             return None
-        try:
-            references = Path(path).read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"{path!r} cannot be read: {error}; give a text file with one reference per line"
-            ) from None
+        references = read_text_file(path).split("\n")
         references = references[:-1] if references[-1] == "" else references
         scores = TranslationScores(path, [line.rstrip("\r") for line in references], tokenize)
         score_translations(["a"], ["a"], scores.tokenize)  # raises if sacreBLEU or the tokenizer is missing

@@ -23,6 +23,7 @@ from ...generation.single_pass import scale_inputs
 from ...masking.sequence_info import SequenceInfo
 from ...models import Transformer
 from ..command_parser import UsageError
+from ..exit_status import print_error
 
 MAX_LINE_BYTES = 2**20  # longest line that is accepted
 InputT = TypeVar("InputT")
@@ -64,7 +65,7 @@ class InputLines:
         for line in lines:
             if line.error:
                 self.num_failed += 1
-                print(f"headwise: line {line.number}: {line.error}", file=sys.stderr)
+                print_error(f"line {line.number}: {line.error}")
         return [line for line in lines if line.read is not None]
 
 

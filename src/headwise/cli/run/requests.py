@@ -21,7 +21,7 @@ from ...models import Transformer
 from ...ops.counter_rng import RandomStream as Numbers
 from ...serving import BatchingConfig, Engine, RequestStream, ThroughputPrediction
 from ...serving.metrics import DTYPE_NAMES
-from ..arguments import print_page, to_json
+from ..arguments import print_note, print_page, to_json
 from ..command_parser import UsageError
 from .generated_text import CompileNotices, parse_decoding, parse_length
 from .inputs import MAX_LINE_BYTES
@@ -115,7 +115,7 @@ class RequestWriter:
             summary = report.data | {"predicted": predicted and predicted.data}
             print_page(to_json({"model": model.spec.name, "answers": answers, "summary": summary}))
         else:
-            print(report, *([predicted] if predicted else []), sep="\n", file=sys.stderr)
+            print_note("\n".join(map(str, [report, *([predicted] if predicted else [])])))
 
 
 def _stream_to_dict(number: int, stream: RequestStream) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from ...errors import SpecError
@@ -105,7 +105,7 @@ def check_load(
         return LoadCheck(False, 0, "transformers is not installed, so the folder was not tested", is_skipped=True)
     with tempfile.TemporaryDirectory() as temporary:
         data, options = f"{temporary}/data.safetensors", Path(temporary, "options.json")
-        save_file(expected, data)
+        Path(data).write_bytes(save(expected))
         options.write_text(json.dumps({"modules": list(candidates), "tolerance": TOLERANCE}))
         return _run_loader([sys.executable, "-I", "-B", "-c", DRIVER, str(folder), data, str(options)])
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,14 +16,14 @@ from ...errors import SpecError
 from ...families import get_weight_names, read_model_spec, write_config
 from ...families.config_reader import HEAD_COUNT_KEYS, KV_COUNT_KEYS, find_differences
 from ...families.weight_names import find_unnamed_weight
-from ...files import TEMPORARY, sha256
+from ...files import sha256
 from ...hub.checkpoint_weights import INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder
 from ...hub.pretrained_models import CONFIG_FILE
 from ...hub.transformers_loading import check_config_values, remove_code_settings
 from ...model_spec import ModelSpec, StackSpec, to_dict
 from ...model_spec.serialization import MANIFEST_FILE, RECORD_FILE, RECORD_FORMAT, SurgeryRecord
 from ...models import Transformer
-from ...output_paths import FolderKind, check_output
+from ...output_paths import FolderKind, stage_folder
 from ...spec.attention_spec import AttentionSpec
 from . import resized_modules as resized
 from .load_check import LoadCheck, check_load
@@ -198,7 +196,7 @@ def write_model_folder(
     otherwise one with a loader script. If outputs differ with both, or for other sources, it is a folder as `hw.save`
     writes it. `extra_files` are written too, by name. The folder appears complete or not at all.
 
-    >>> import headwise as hw, tempfile
+    >>> import headwise as hw, os, tempfile
     >>> net = hw.build(
     ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5})
     ... )
@@ -209,10 +207,8 @@ def write_model_folder(
     ...     )
     ours README.md heads.json headwise.toml model.safetensors
     """
-    folder = check_output(folder, COMPRESSED_MODEL).absolute()
-    source_hashes = hash_source_files(source)
-    fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{TEMPORARY}")
-    try:
+    with stage_folder(folder, COMPRESSED_MODEL) as fresh:
+        source_hashes = hash_source_files(source)
         kind, sentence, extra_document = _write_first_kind(net, source, fresh)
         for name, data in extra_files.items():
             (fresh / name).write_bytes(data)
@@ -228,11 +224,6 @@ def write_model_folder(
             "files": {name: sha256(path) for name, path in files.items() if name not in extra_files}
         }
         _write_json(fresh / RECORD_FILE, document)
-        os.rename(fresh, folder)  # fails if the folder was created and filled in the meantime
-    except OSError as error:
-        raise OSError(f"cannot write {folder}: {error.strerror or error}. Give another folder") from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
     return WrittenFolder(kind, sentence, (*files, RECORD_FILE))
 
 
@@ -349,7 +340,7 @@ def _write_native(net: Transformer, fresh: Path, sentence: str) -> tuple[str, st
 
 def _rewrite_folder(source: Path, rewrite: ShardRewrite, config: dict[str, Any], fresh: Path) -> None:
     """Copy a folder with new weights and this config, without settings that name code."""
-    fresh.mkdir(parents=True)
+    fresh.mkdir(exist_ok=True)
     for path in list_companion_files(source):
         target = fresh / path.relative_to(source)
         target.parent.mkdir(exist_ok=True)

@@ -359,7 +359,7 @@ def _save_shard(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, s
         save_file(dict(tensors), path, metadata)
         fsync_file(path)
     except Exception as error:  # safetensors raises its own type when the disk is full
-        raise OSError(f"cannot write {path.name}: {error}. Free disk space, or give another folder") from error
+        raise OSError(f"{path} cannot be written: {error}; make room, or give another folder") from error
 
 
 def _write_index(old: Path, path: Path, file_of_tensor: Mapping[str, str], size: int) -> None:

@@ -1,0 +1,208 @@
+"""Trials: a command is ended or its disk fills; then its output is compared with the old and the new one."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from crashes.injection import Fault, Run, run_forked
+from crashes.workload import Command
+
+OLD, NEW, CONTINUED = "old", "new", "continued"
+SIGNALS = (*[signal.SIGKILL] * 6, signal.SIGTERM, signal.SIGINT)
+ENDINGS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
+FIRST_MOMENT = 0.05  # seconds after the fork, when the command has its signal handlers
+SHARE_OF_TIMES = 0.4  # of the kills are after a random time, the others before a random file operation
+LEAST_LENGTH = 0.9  # of a file, compared with that of another run
+REPEAT_EVERY = 4  # trials after which a command whose output is replaced whole is given again
+Files = Mapping[str, bytes]
+
+
+class Trial(NamedTuple):
+    """A trial, which of the outputs was left, and what is wrong with it; "" if nothing is."""
+
+    command: str
+    fault: Fault
+    outcome: str
+    problem: str
+
+
+class Baseline(NamedTuple):
+    """Runs without a fault: an older output, a newer one, that one written again, and the run that wrote the last.
+
+    Files that differ between the last two, such as a proof with times, are compared by their length.
+    """
+
+    old: Path
+    new: Path
+    again: Path
+    run: Run
+
+    @property
+    def code(self) -> int:
+        """The exit code: 1 is a proof that does not hold."""
+        return self.run.code
+
+
+class Bench:
+    """Runs trials of the commands below a folder."""
+
+    def __init__(self, base: Path, commands: Mapping[str, Command], seed: int) -> None:
+        self.base, self.commands, self.random = base, commands, random.Random(seed)
+        self.baselines: dict[str, Baseline] = {}
+        self.count = 0
+
+    def measure(self, name: str) -> Baseline:
+        """Run both variants of a command without a fault, once."""
+        if name not in self.baselines:
+            command, folder = self.commands[name], self.base / "baselines" / name.replace(" ", "")
+            folder.mkdir(parents=True)
+            paths = [folder / f"{word}{command.suffix}" for word in (OLD, NEW, "again")]
+            actions = (*command.actions, command.actions[1])
+            runs = [run_forked(partial(action, path), self.base) for action, path in zip(actions, paths, strict=True)]
+            if failed := [run.output for run in runs if run.code not in (0, 1)]:
+                raise RuntimeError(f"{name} fails without a fault: {failed[0][-600:]}")
+            self.baselines[name] = Baseline(*paths, runs[-1])
+        return self.baselines[name]
+
+    def choose_names(self, count: int) -> Iterator[str]:
+        """Names of commands, each as often as its share asks for."""
+        total = sum(command.share for command in self.commands.values())
+        for name, command in self.commands.items():
+            yield from [name] * max(1, round(count * command.share / total))
+
+    def kill(self, name: str) -> Trial:
+        """End a command at a random point."""
+        run = self.measure(name).run
+        if self.random.random() < SHARE_OF_TIMES:
+            fault = Fault(
+                self.random.choice(SIGNALS), seconds=self.random.uniform(FIRST_MOMENT, FIRST_MOMENT + run.seconds)
+            )
+        else:
+            fault = Fault(self.random.choice(SIGNALS), operation=self.random.randint(1, run.operations))
+        return self.run_trial(name, fault)
+
+    def fill_disk(self, name: str) -> Trial:
+        """Run a command on a disk with room for a part of what it writes."""
+        return self.run_trial(name, Fault(disk_bytes=self.random.randrange(self.measure(name).run.disk_bytes)))
+
+    def run_trial(self, name: str, fault: Fault) -> Trial:
+        """Run a command with a fault, and check what it leaves and that it can be given again."""
+        self.count += 1
+        command, baseline = self.commands[name], self.measure(name)
+        work = self.base / "work"
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        out = work / f"out{command.suffix}"
+        has_old = self.random.random() < 0.5
+        if has_old:
+            (shutil.copytree if baseline.old.is_dir() else shutil.copy)(baseline.old, out)
+        action: Callable[[], int] = partial(command.actions[1], out)
+        run = run_forked(action, self.base, fault)
+        problem = _check_ending(run, fault, baseline) or _check_leftovers(work, run)
+        checks = _check_parts(command, baseline, out) if _continues(command) else ""
+        outcome, wrong = (CONTINUED, checks) if _continues(command) else _compare(out, baseline, has_old)
+        problem = problem or wrong
+        if not problem and (_continues(command) or self.count % REPEAT_EVERY == 0):
+            problem = self._repeat(command, baseline, out, action)
+        start = "over an old output" if has_old else "to a new path"
+        return Trial(name, fault, outcome, problem and f"{start}: {problem}: {run.output[-400:]}")
+
+    def _repeat(self, command: Command, baseline: Baseline, out: Path, action: Callable[[], int]) -> str:
+        """Give the command again without a fault; returns what is wrong then."""
+        again = run_forked(action, self.base)
+        if again.code != baseline.code:
+            return f"given again it ends with {again.code}: {again.output[-400:]}"
+        if hidden := _list_leftovers(out.parent):
+            return f"given again it leaves {hidden}"
+        if not _continues(command):
+            outcome, problem = _compare(out, baseline, has_old=False)
+            return problem or ("" if outcome == NEW else "given again it writes nothing")
+        different = [one for one in command.results if (out / one).read_bytes() != (baseline.new / one).read_bytes()]
+        return f"given again, {different[0]} differs" if different else _check_parts(command, baseline, out)
+
+
+def _continues(command: Command) -> bool:
+    return bool(command.results or command.parts)
+
+
+def _check_ending(run: Run, fault: Fault, baseline: Baseline) -> str:
+    """What is wrong with the exit code and the messages of a run."""
+    expected = {baseline.code, ENDINGS[signal.Signals(fault.signal)] if fault.signal else 2}
+    if run.code not in expected:
+        return f"it ends with {run.code}"
+    if "Traceback" in run.output:
+        return "it prints a traceback"
+    lines = [line for line in run.output.splitlines() if line.startswith("headwise:")]
+    if fault.disk_bytes >= 0 and run.code == 2:
+        is_explained = len(lines) == 1 and ("cannot be written" in lines[0] or "no space left" in lines[0].lower())
+        return "" if is_explained else "it does not say in one line that the disk is full"
+    return ""
+
+
+def _check_leftovers(work: Path, run: Run) -> str:
+    hidden = _list_leftovers(work)
+    return f"it leaves {hidden}" if hidden and run.code != -signal.SIGKILL else ""
+
+
+def _list_leftovers(folder: Path) -> list[str]:
+    return [path.name for path in folder.rglob(".*.tmp")]
+
+
+def read_files(path: Path) -> dict[str, bytes]:
+    """The contents of a file or of the files of a folder, by name."""
+    if not path.is_dir():
+        return {path.suffix: path.read_bytes()} if path.exists() else {}
+    return {one.relative_to(path).as_posix(): one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()}
+
+
+def _compare(out: Path, baseline: Baseline, has_old: bool) -> tuple[str, str]:
+    """Whether an output is the old or the new one, whole, and what is wrong if it is neither."""
+    files, old, new = read_files(out), read_files(baseline.old), read_files(baseline.new)
+    if files == (old if has_old else {}):
+        return OLD, "" if has_old or not out.exists() else "it leaves an empty folder"
+    if set(files) != set(new):
+        return "", f"its files are {sorted(set(files) ^ set(new))[:3]} more or less than expected"
+    changed = [name for name in new if old.get(name) != new[name]]
+    if has_old and any(files[name] == old.get(name) for name in changed):
+        return "", f"{[name for name in changed if files[name] == old.get(name)][:3]} are those of the old output"
+    return NEW, _find_cut(files, new, read_files(baseline.again)) or _find_damage(files)
+
+
+def _find_cut(files: Files, new: Files, again: Files) -> str:
+    """A file that is not the new one, or shorter where two runs give different files; "" if there is none."""
+    for name, content in files.items():
+        if new[name] == again[name] and content != new[name]:
+            return f"{name} is neither the old nor the new file"
+        if len(content) < LEAST_LENGTH * len(new[name]):
+            return f"{name} is short"
+    return ""
+
+
+def _check_parts(command: Command, baseline: Baseline, out: Path) -> str:
+    """What is wrong with the folders below an output that appear complete or not at all."""
+    for part in command.parts:
+        files = read_files(out / part)
+        if (out / part).exists() and set(files) != set(read_files(baseline.new / part)):
+            return f"{part} is not complete"
+        if problem := _find_damage(files):
+            return problem
+    return ""
+
+
+def _find_damage(files: Files) -> str:
+    for name, content in files.items():
+        if not content:
+            return f"{name} is empty"
+        if name.endswith(".json"):
+            try:
+                json.loads(content)
+            except ValueError:
+                return f"{name} is cut"
+    return ""
