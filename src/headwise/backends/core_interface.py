@@ -264,14 +264,24 @@ def _apply_mix_fused(
     part: Mix, p: PartParams, names: Mapping[str, str], a: Tensor, attention_mask: AttentionMask, inputs: CoreInputs
 ) -> Tensor:
     key_factors = {key: inputs.kv_entry[name] for key, name in names.items()}
-    return part.fused_mix(a, part.query_factors(inputs.query_context.x_BTD, p), key_factors, p)
+    mixed = part.fused_mix(a, part.query_factors(inputs.query_context.x_BTD, p), key_factors, p)
+    return _add_pair_bias(part, p, mixed, attention_mask)
 
 
 def _apply_mix(
     part: Mix, p: PartParams, names: Mapping[str, str], a: Tensor, attention_mask: AttentionMask, inputs: CoreInputs
 ) -> Tensor:
     key_factors = {key: inputs.kv_entry[name] for key, name in names.items()}
-    return part.mix(a, part.query_factors(inputs.query_context.x_BTD, p), key_factors, p)
+    mixed = part.mix(a, part.query_factors(inputs.query_context.x_BTD, p), key_factors, p)
+    return _add_pair_bias(part, p, mixed, attention_mask)
+
+
+def _add_pair_bias(part: Mix, p: PartParams, a: Tensor, attention_mask: AttentionMask) -> Tensor:
+    bias = part.pair_bias(p)
+    if bias is None:
+        return a
+    bias_H11 = bias.to(a.dtype)[:, None, None]
+    return a + (bias_H11 if part.phase is Phase.SCORES else torch.where(attention_mask.allowed, bias_H11, 0.0))
 
 
 def _apply_score_step(
