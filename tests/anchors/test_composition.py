@@ -43,6 +43,34 @@ def test_rectangular_talking_heads(causal):
     assert costs.count_parameters(spec) == 2 * 24 * 10 + 15 * 10 + 6 * 7 + 7 * 5 + 10 * 15
 
 
+def test_talking_heads_of_cait():
+    """2103.17239 as timm's TalkingHeadAttn: proj_l on the scaled scores and proj_w on the weights, both with a bias."""
+    mixes = (hw.TalkingHeads(bias=True), hw.TalkingHeads(on="weights", bias=True))
+    spec = hw.design(model=12, heads=3, bias="qkvo", modifiers=mixes)
+    layer = cases.layer(spec)
+    w, x = arrays(layer), np.random.default_rng(0).normal(size=(2, 5, 12))
+    assert all(np.abs(w[f"{name}.bias"]).min() > 0 for name in ("talking_heads", "talking_heads_2"))
+    qkv_weight = np.concatenate([w[f"project.{side}"] for side in "qkv"])
+    qkv_bias = np.concatenate([w[f"project.{side}_bias"] for side in "qkv"])
+    qkv = (x @ qkv_weight.T + qkv_bias).reshape(2, 5, 3, 3, 4).transpose(2, 0, 3, 1, 4)
+    q, k, v = qkv[0] * 4**-0.5, qkv[1], qkv[2]
+    attn = q @ k.swapaxes(-2, -1)
+    attn = (attn.transpose(0, 2, 3, 1) @ w["talking_heads.mixing"] + w["talking_heads.bias"]).transpose(0, 3, 1, 2)
+    attn = softmax(attn)
+    attn = (attn.transpose(0, 2, 3, 1) @ w["talking_heads_2.mixing"] + w["talking_heads_2.bias"]).transpose(0, 3, 1, 2)
+    y = (attn @ v).swapaxes(1, 2).reshape(2, 5, 12) @ w["output.o"].T + w["output.o_bias"]
+    check_close(layer(torch.from_numpy(x)), torch.from_numpy(y))
+
+
+def test_a_bias_of_talking_heads_is_added_at_allowed_pairs():
+    spec = base(modifiers=(hw.TalkingHeads(on="weights", bias=True),), pattern="causal")
+    layer, probe = cases.layer(spec), hw.Probe("weights")
+    x, _ = cases.tensors(spec)
+    layer(x, probe=probe)
+    later = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    assert (probe.tensors["weights"][..., later] == 0).all()
+
+
 def test_another_number_of_heads_starts_as_the_first_ones_alone():
     spec = base(modifiers=(hw.TalkingHeads(on="weights", heads=4),))
     mixing = hw.Attention(spec).talking_heads["mixing"]

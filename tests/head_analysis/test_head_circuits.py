@@ -24,7 +24,9 @@ from headwise.head_analysis.head_circuits import (
     principal_angles,
 )
 from headwise.head_analysis.random_baseline import as_native_model, make_random_baseline
+from headwise.head_analysis.rank_analysis import measure_qk_spectra
 from headwise.inspect.attention_sites import find_attention
+from headwise.nn.head_axis_ops import KeptHeads
 from support.number_examples import WORDS, make_examples, small_gpt2
 
 
@@ -118,6 +120,17 @@ def test_layers_without_such_maps_are_refused():
         layer().qk_circuit(4)
     with pytest.raises(ValueError, match=r"output head must be in 0..3, got -1"):
         layer().ov_circuit(-1)
+
+
+def test_a_head_whose_queries_only_a_router_reads_has_no_qk_circuit():
+    routed = hw.design(model=8, heads=4, modifiers=(hw.Routed(2, 1, router="norm"),))
+    pruned = torch.nn.ModuleList([hw.Attention(KeptHeads.of(routed, [1, 3]).spec)])
+    (circuits,) = get_circuits(pruned).values()
+    with pytest.raises(SpecError, match=r"only a gate reads the queries of score head 0 of .*; name one of \[1, 3\]"):
+        circuits.qk_circuit(0)
+    assert circuits.qk_circuit(3).left.shape == (8, 2)
+    assert [one.head for one in compare_circuits(pruned, "qk").heads] == [1, 3]
+    assert [len(spectrum.heads) for spectrum in measure_qk_spectra(pruned)] == [2]
 
 
 def test_operations_that_circuits_leave_out_are_reported():

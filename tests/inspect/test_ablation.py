@@ -382,6 +382,25 @@ def test_weights_by_offset_of_ours():
         np.testing.assert_allclose(patched, expected, rtol=1e-10)
 
 
+@torch.no_grad()
+def test_weights_by_offset_of_a_pruned_layer_that_normalises_all_queries_together():
+    """The pruned layer still has the query and key of every head, but one row of weights for each that is left."""
+    whole = hw.design(model=10, heads=6, dim=4, pattern="window(4)", modifiers=(hw.QKNorm(scope="full"),))
+    layer = cases.layer(head_axis_ops.KeptHeads.of(whole, [2, 5]).spec)
+    x = torch.randn(3, 7, 10, dtype=torch.float64)
+    probe = hw.Probe("weights", "v")
+    layer(x, probe=probe)
+    a, v = probe.tensors["weights"].numpy(), probe.tensors["v"].numpy()
+    t, s = np.indices((7, 7))
+    readable = np.broadcast_to((s <= t) & (t - s < 4), (3, 7, 7))
+    means = hw.offset_means(layer, [x], [(0, 0), (0, 1)])
+    with hw.patch(layer, means):
+        z = head_outputs(layer, x, list(means))
+    for (_, head), patched in z.items():
+        expected = by_offset(a[:, head], v[:, :, (2, 5)[head]], np.ones((3, 7), bool), readable)
+        np.testing.assert_allclose(patched, expected, rtol=1e-10)
+
+
 def test_a_head_that_goes_by_offset_alone_is_left_as_it_is():
     spec = hw.design(model=10, heads=2, dim=4, pattern="causal()", modifiers=(hw.Alibi(),))
     layer = cases.layer(spec)

@@ -7,8 +7,14 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise import backends, costs
+from headwise.costs.flops import forward_flops
+from headwise.model_spec import BlockSpec, EmbeddingSpec, ModelSpec, StackSpec
+from headwise.nn import head_axis_ops, reference
+from headwise.surgery.pruning_plan import list_units
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
+from support.layer_checks import torch_flops
 
 
 def softmax(a):
@@ -222,7 +228,7 @@ def test_a_pruned_head_still_takes_part_in_routing():
     """Cut the head that would win: the others are silent where it was chosen, as if it had only been silenced."""
     layer = cases.layer(base(modifiers=(hw.Routed(2, 1, router="norm"),)))
     x, _ = cases.tensors(layer.spec)
-    small, weights = hw.nn.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [1, 3, 4])
+    small, weights = head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [1, 3, 4])
     assert small.heads.q == 6
     assert len(small.score_head_of_output) == 3
     cut = hw.Attention(small).double().eval()
@@ -231,6 +237,115 @@ def test_a_pruned_head_still_takes_part_in_routing():
     routed = heads_of(cut, x)[:, :, 1:].abs().sum((-1, -2))
     assert (routed == 0).any()
     assert (routed > 0).any()
+
+
+NORM = hw.Routed(2, 2, router="norm")
+PRUNED = {
+    "each head its own keys": ({"modifiers": (NORM,)}, [1, 3, 4]),
+    "a whole group, rotated": ({"modifiers": (hw.Rotary(), NORM), "kv": 2, "pattern": "causal"}, [3, 4, 5]),
+    "slopes of heads": ({"modifiers": (hw.Alibi(), NORM), "pattern": "causal", "vdim": 5}, [0, 4]),
+    "sinks": ({"modifiers": (NORM,), "normaliser": hw.SinkSoftmax()}, [2, 5]),
+    "a table and relative keys": ({"modifiers": (hw.T5Bias(buckets=8, reach=9), hw.Shaw(reach=2), NORM)}, [1, 5]),
+    "learned scores": ({"modifiers": (hw.Learned(length=9, kind="factorised"), NORM)}, [1, 2, 4]),
+    "scores from the input": ({"modifiers": (hw.Learned(length=9, kind="dense"), NORM)}, [1, 2, 4]),
+    "sum of parameters": ({"modifiers": (NORM,), "similarity": hw.Additive()}, [0, 3]),
+    "linear attention": ({"modifiers": (NORM,), "similarity": hw.FeatureMap(), "normaliser": hw.Sum()}, [0, 3]),
+}
+
+
+def pruned(name):
+    options, keep = PRUNED[name]
+    layer = cases.layer(base(**options))
+    spec, weights = head_axis_ops.keep_heads(layer.spec, layer.state_dict(), keep)
+    cut = hw.Attention(spec).double().eval()
+    cut.load_state_dict(weights)
+    return layer, cut, keep
+
+
+@pytest.mark.parametrize("name", PRUNED)
+@torch.no_grad()
+def test_a_pruned_routed_layer_runs_on_the_same_backends(name):
+    """The router reads the queries of removed heads, and no backend computes their scores."""
+    layer, cut, keep = pruned(name)
+    x, _ = cases.tensors(layer.spec)
+    if name == "scores from the input":
+        assert len(cut.spec.core_score_heads) == 6
+        return
+    assert (cut.spec.heads.q, len(cut.spec.core_score_heads)) == (6, len(keep))
+    for options in ({}, {"needs_grad": True}, {"single_query": True}):
+        before, after = (
+            backends.make_dispatch(backends.CallSignature(spec, spec.core, **options)).backend_names
+            for spec in (layer.spec, cut.spec)
+        )
+        assert before == after
+    expected = reference.reference_attention(cut, x)
+    for backend in backends.make_dispatch(backends.CallSignature(cut.spec, cut.spec.core)).backend_names:
+        cut.backend_name = backend
+        check_close(cut(x), expected)
+        check_close(heads_of(cut, x), heads_of(layer, x)[:, :, keep])
+
+
+@pytest.mark.parametrize("name", PRUNED)
+def test_a_pruned_routed_layer_trains_and_decodes(name):
+    _, cut, _ = pruned(name)
+    x, _ = cases.tensors(cut.spec)
+    gradients = {}
+    for backend in ("dense", None):
+        cut.backend_name = backend
+        y = cut(x)
+        gradients[backend] = torch.autograd.grad(y.square().sum(), list(cut.parameters()))
+    for ours, theirs in zip(gradients[None], gradients["dense"], strict=True):
+        check_close(ours, theirs)
+    if cut.spec.pattern.tokens_before_decode == 0:
+        cache = cut.cache(batch=3, capacity=7)
+        check_close(torch.cat([cut(x[:, t : t + 1], cache=cache) for t in range(7)], 1), cut(x))
+
+
+@pytest.mark.parametrize("name", PRUNED)
+def test_a_pruned_routed_layer_costs_what_its_core_computes(name):
+    layer, cut, keep = pruned(name)
+    work = hw.CallSize(1, 7, 7, 7)
+
+    def core_flops(spec):
+        return {t.name: t.value for t in forward_flops(spec, work).terms if t.name.startswith("core")}
+
+    whole, own = core_flops(layer.spec), core_flops(cut.spec)
+    assert 6 * own["core (scores)"] == len(cut.spec.core_score_heads) * whole["core (scores)"]
+    assert 6 * own["core (values)"] == len(keep) * whole["core (values)"]
+    kv = {layer.spec.heads.kv_head_of_query[head] for head in keep}
+    cached = costs.cached_numbers_per_token(cut.spec)
+    assert cached * layer.spec.heads.kv == costs.cached_numbers_per_token(layer.spec) * len(kv)
+    cut.backend_name, (x, _) = "dense", cases.tensors(cut.spec)
+    assert torch_flops(cut, x[:1]) == costs.counted_flops(cut.spec, work)
+
+
+def test_whole_groups_of_a_routed_layer_can_be_pruned():
+    spec = base(kv=2, pattern="causal", modifiers=(NORM,))
+    stack = StackSpec.from_blocks("decoder", 10, [BlockSpec(spec)], embedding=EmbeddingSpec(7))
+    units = list_units(ModelSpec("small", "decoder", (stack,)))["decoder.0.attention"]
+    assert [unit.heads for unit in units] == [(0, 1, 2), (3, 4, 5)]
+
+
+def test_a_mask_of_the_caller_names_every_score_head():
+    _, cut, keep = pruned("each head its own keys")
+    x, _ = cases.tensors(cut.spec)
+    mask = torch.rand(3, 6, 7, 7) < 0.6
+    probe = hw.Probe("weights")
+    cut(x, mask=mask, probe=probe)
+    assert not probe.tensors["weights"][~mask[:, keep]].any()
+
+
+def test_all_scores_are_computed_where_keys_belong_to_a_removed_head_alone():
+    """As in files of pruned models that kept these keys."""
+    layer = cases.layer(base(modifiers=(hw.Routed(2, 2, router="norm", heads=6),)))
+    spec = layer.spec.with_heads(score_head_of_output=(1, 3))
+    assert spec.core_score_heads == tuple(range(6))
+    cut = hw.Attention(spec).double().eval()
+    keep = {"out": head_axis_ops.select_heads([1, 3])}
+    cut.load_state_dict(head_axis_ops.transform_axes(layer.spec, layer.state_dict(), keep))
+    x, _ = cases.tensors(spec)
+    check_close(heads_of(cut, x), heads_of(layer, x)[:, :, [1, 3]])
+    check_close(cut(x), reference.reference_attention(cut, x))
 
 
 REFUSED = {

@@ -19,6 +19,7 @@ from headwise.model_spec import (
     OutputHeadSpec,
     StackSpec,
 )
+from headwise.nn.head_axis_ops import KeptHeads
 from headwise.traces import trace_from_weights
 from headwise.traces.head_steps import MAX_KEY_VECTORS, HeadPlace, HeadSteps, recorded_steps
 from headwise.viewer.open_model import OpenModel
@@ -46,7 +47,11 @@ LAYERS: dict[str, dict[str, Any]] = {
 def open_layers(placement: str = "pre", norm: str = "layer", **options: Any) -> OpenModel:
     """A decoder of two equal layers with random weights, large enough for uneven attention, and its trace."""
     sizes: dict[str, Any] = {"model": MODEL, "heads": 4, "dim": 6}
-    spec = hw.design(**sizes | options)
+    return open_specs(hw.design(**sizes | options), placement, norm)
+
+
+def open_specs(spec: hw.AttentionSpec, placement: str = "pre", norm: str = "layer") -> OpenModel:
+    """A decoder of two layers with this spec, and its trace."""
     blocks = [BlockSpec(spec, feed=FeedForwardSpec(24), norm=NormSpec(norm), placement=placement) for _ in range(2)]
     stack = StackSpec.from_blocks("decoder", MODEL, blocks, embedding=EmbeddingSpec(WORDS), norm=NormSpec(norm))
     net = hw.build(ModelSpec("small", "decoder", (stack,), (OutputHeadSpec("tokens", WORDS),)), seed=0).eval()
@@ -127,6 +132,18 @@ def test_every_number_follows_from_those_before(name: str, head: int):
     last = [step for step in steps.steps if step.name in ("normalise", "weight_step")][-1]
     expected = opened.get_trace().head_weights(site, head, slice(7, 8), row=1)[0]
     np.testing.assert_allclose(last.arrays["out"], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("head", [0, 1])
+def test_a_pruned_head_has_its_own_scores_beside_queries_that_only_a_router_reads(head: int):
+    routed = hw.design(model=MODEL, heads=4, dim=6, pattern="causal", modifiers=(hw.Routed(2, 1, router="norm"),))
+    opened = open_specs(KeptHeads.of(routed, [1, 3]).spec)
+    site = opened.get_trace().layers[1].name
+    steps, note = find_steps(opened, HeadPlace(site, head, 7, 1))
+    assert (steps.origin, note) == ("model", "")
+    check_scores(steps)
+    expected = opened.get_trace().head_weights(site, head, slice(7, 8), row=1)[0]
+    np.testing.assert_allclose(wide(steps, "normalise"), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_query_follows_from_the_norm_and_the_weights():

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class CallSignature:
     is_transformed: bool = False  # inside torch.func or a forward-mode derivative, which see plain operations only
     is_packed: bool = False  # rows hold several sequences of known lengths, which are computed separately
 
-    heads_in_order: bool = field(init=False)  # one output head per query head, in order
+    heads_in_order: bool = field(init=False)  # one row of weights per query head of the core, in order
     group_size: int = field(init=False)  # query heads per key head, or 0 if the groups differ in size
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class CallSignature:
         size = len(keys) // kv_heads
         is_even = keys == self.core.value_head_of_row and keys == tuple(h // size for h in range(size * kv_heads))
         object.__setattr__(self, "group_size", size if is_even else 0)
-        object.__setattr__(self, "heads_in_order", self.spec.score_head_of_row == tuple(range(self.spec.heads.q)))
+        object.__setattr__(self, "heads_in_order", self.spec.score_head_of_row == self.spec.core_score_heads)
 
     def slower_below(self, point: str, size: CallSize, faster: str) -> list[str]:
         """Why another backend runs a call with few keys: `faster` takes less time below the take-over point.
@@ -63,6 +63,7 @@ class CallSignature:
 class CoreInputs(NamedTuple):
     """The tensors of one call: q_BTHK, k_BSGK, v_BSGV, the context of the queries, and the kv entry.
 
+    Queries are those of `AttentionSpec.core_score_heads`, in the context too.
     `gates` are the gate values in the order of the spec, broadcastable to [B, T, O, V]; outputs are multiplied by them.
     With a block table (`SequenceInfo.block_table`), k and v have one row per page of the pool.
     """
@@ -135,6 +136,9 @@ class CoreSteps:
     @staticmethod
     def from_spec(spec: AttentionSpec, p: Mapping[str, PartParams]) -> CoreSteps:
         """Bind the parts of a spec to their weights."""
+        core = spec.core_score_heads
+        if core != tuple(range(spec.heads.q)):
+            p = {name: SelectedHeadParams(spec, part, p[name]) for name, part in spec.parts_of(Part)}
         acts = {
             phase: [
                 _make_transform(spec, name, part, p[name])
@@ -144,7 +148,7 @@ class CoreSteps:
             for phase in (Phase.SCORES, Phase.WEIGHTS)
         }
         mixed = any(isinstance(part, Mix) and part.phase is Phase.WEIGHTS for _, part in spec.parts())
-        every = mixed or spec.score_head_of_row == tuple(range(spec.heads.rows))
+        every = mixed or spec.score_head_of_row == core
         return CoreSteps(
             similarity=spec.similarity,
             similarity_p=p["similarity"],
@@ -158,7 +162,7 @@ class CoreSteps:
             weights=acts[Phase.WEIGHTS],
             values=[(step, p[name]) for name, step in spec.parts_of(ValueStep)],
             elementwise=[(step, p[name]) for name, step in spec.parts_of(ScoreStep)],
-            selected_rows=None if every else spec.score_head_of_row,
+            selected_rows=None if every else tuple(core.index(head) for head in spec.score_head_of_row),
             part_weights=[p[name] for name, part in spec.parts() if isinstance(part, CORE_PART_TYPES)],
             pattern_text=spec.pattern.text,
         )
@@ -182,6 +186,48 @@ class CoreSteps:
         return zero
 
 
+class SelectedHeadParams:
+    """`PartParams` of one part with the score heads of the core only, of a layer that projects queries of others too.
+
+    They are selected in every call, so that training changes the weights of the layer.
+    """
+
+    def __init__(self, spec: AttentionSpec, part: Part, every: PartParams) -> None:
+        self.every, self.heads = every, spec.core_score_heads
+        self.layouts = {name: param.layout for name, param in part.params(spec).items()}
+        self.sizes: Mapping[str, int] = {**every.sizes, "q": len(self.heads)}
+
+    @property
+    def training(self) -> bool:
+        """Whether the layer is in training mode."""
+        return self.every.training
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor, layout = self.every[name], self.layouts[name]
+        if "q" not in layout.axes:
+            return tensor
+        opened = tensor.reshape(layout.unmerged_shape(self.every.sizes))
+        selected = opened.index_select(layout.axes.index("q"), torch.tensor(self.heads, device=tensor.device))
+        return selected.reshape(layout.shape(self.sizes))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.every
+
+    def head(self, h: Any) -> Mapping[str, Tensor]:
+        """All tensors; those with a leading axis of score heads are indexed by h, a head of the core."""
+        return {name: self[name][h] if at.dims[:1] == (("q",),) else self[name] for name, at in self.layouts.items()}
+
+    def broadcast_over_scores(self) -> Mapping[str, Tensor]:
+        """All tensors; those with one number per score head are shaped [H, 1, 1], to broadcast over s_BHTS."""
+        return {
+            name: self[name][:, None, None] if at.axes == ("q",) else self[name] for name, at in self.layouts.items()
+        }
+
+    def trainable(self) -> list[Tensor]:
+        """All parameters of the part."""
+        return self.every.trainable()
+
+
 class PairPositions:
     """`ScorePosition` of all pairs of a call: positions `i` [B, 1, T, 1] of queries and `j` [B, 1, 1, S] of keys."""
 
@@ -197,7 +243,7 @@ class PairPositions:
 def has_unmodified_weights(spec: AttentionSpec) -> bool:
     """Whether no part changes or selects rows of weights after normalisation."""
     acts = (part for part in spec.modifiers if part.phase is Phase.WEIGHTS or isinstance(part, ValueStep))
-    return spec.score_head_of_row == tuple(range(spec.heads.rows)) and not any(acts)
+    return spec.score_head_of_row == spec.core_score_heads and not any(acts)
 
 
 def _make_transform(spec: AttentionSpec, name: str, part: Part, p: PartParams) -> ScoreTransform:
@@ -218,14 +264,24 @@ def _apply_mix_fused(
     part: Mix, p: PartParams, names: Mapping[str, str], a: Tensor, attention_mask: AttentionMask, inputs: CoreInputs
 ) -> Tensor:
     key_factors = {key: inputs.kv_entry[name] for key, name in names.items()}
-    return part.fused_mix(a, part.query_factors(inputs.query_context.x_BTD, p), key_factors, p)
+    mixed = part.fused_mix(a, part.query_factors(inputs.query_context.x_BTD, p), key_factors, p)
+    return _add_pair_bias(part, p, mixed, attention_mask)
 
 
 def _apply_mix(
     part: Mix, p: PartParams, names: Mapping[str, str], a: Tensor, attention_mask: AttentionMask, inputs: CoreInputs
 ) -> Tensor:
     key_factors = {key: inputs.kv_entry[name] for key, name in names.items()}
-    return part.mix(a, part.query_factors(inputs.query_context.x_BTD, p), key_factors, p)
+    mixed = part.mix(a, part.query_factors(inputs.query_context.x_BTD, p), key_factors, p)
+    return _add_pair_bias(part, p, mixed, attention_mask)
+
+
+def _add_pair_bias(part: Mix, p: PartParams, a: Tensor, attention_mask: AttentionMask) -> Tensor:
+    bias = part.pair_bias(p)
+    if bias is None:
+        return a
+    bias_H11 = bias.to(a.dtype)[:, None, None]
+    return a + (bias_H11 if part.phase is Phase.SCORES else torch.where(attention_mask.allowed, bias_H11, 0.0))
 
 
 def _apply_score_step(

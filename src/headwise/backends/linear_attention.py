@@ -81,7 +81,8 @@ def empty_state(spec: AttentionSpec, batch: int, dtype: torch.dtype, device: tor
 
 def values_per_row(inputs: CoreInputs, call: CallSignature) -> tuple[Tensor, Tensor]:
     """Keys k_BRSK and values v_BRSV of each row of weights."""
-    keys = tuple(call.core.key_head_of_query[head] for head in call.spec.score_head_of_row)
+    core = dict(zip(call.spec.core_score_heads, call.core.key_head_of_query, strict=True))
+    keys = tuple(core[head] for head in call.spec.score_head_of_row)
     return expand_kv_heads(inputs.k, keys), expand_kv_heads(inputs.v, call.core.value_head_of_row)
 
 

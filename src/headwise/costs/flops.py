@@ -176,7 +176,8 @@ def _cached_layouts(spec: AttentionSpec) -> Iterator[tuple[str, Part, Mapping[st
 
 def _core_products(spec: AttentionSpec, work: CallSize) -> Iterator[MatrixProduct]:
     core: CoreShape = spec.core_of(spec.project)
-    heads, rows = SymbolicInt.of(len(core.key_head_of_query), "q"), SymbolicInt.of(len(core.value_head_of_row), "row")
+    rows = SymbolicInt.of(len(core.value_head_of_row), "row")
+    heads = SymbolicInt.of(spec.num_core_heads, "q" if spec.num_core_heads == spec.heads.q else "row")
     pairs = work.batch * work.pairs
     scores = 2 * pairs * heads * _symbol_of_size(core.score_dim, "dim")
     yield MatrixProduct("core (scores)", scores)

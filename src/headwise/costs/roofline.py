@@ -457,7 +457,9 @@ def _component_operations(
     moved = storage.total_bytes(weights) + number_bytes * input_output_numbers
     product_dtype = storage.product_dtype(weights, dtype, device)
     yield LayerOperation(f"{component.role} projections", projection_flops, moved, component.times, product_dtype)
-    query_output_numbers = work.queries * (spec.heads.q * spec.core.dim + len(spec.score_head_of_row) * spec.core.vdim)
+    query_output_numbers = work.queries * (
+        spec.num_core_heads * spec.core.dim + len(spec.score_head_of_row) * spec.core.vdim
+    )
     cached_bytes = _cached_bytes_read(component, work, call, number_bytes)
     moved = work.batch * (cached_bytes + number_bytes * query_output_numbers)
     yield LayerOperation(f"{component.role} core", core_flops, moved, component.times, dtype)

@@ -182,7 +182,7 @@ class _MapHook:
         except (SpecError, ValueError, RuntimeError) as error:
             self.weights, self.reason = weights, str(error)
             return
-        self.weights = weights[[values.score_head for values in read]]
+        self.weights = weights[[values.row for values in read]]
         self.value_norms = torch.stack(norms).float().cpu()
 
     def on_head_outputs(self, outputs: Tensor) -> None:

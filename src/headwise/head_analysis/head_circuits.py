@@ -134,6 +134,9 @@ class AttentionCircuits:
         """W_Q W_K^T of a score head: which states it compares."""
         heads = self.spec.heads
         _check_head(head, heads.q, "score head")
+        if head not in self.spec.core_score_heads:
+            fact = f"only a gate reads the queries of score head {head} of {self.site}"
+            raise SpecError(f"cannot get QK circuits: {fact}; name one of {list(self.spec.core_score_heads)}")
         if not self.spec.similarity.linear:
             fact = f"{self.site} scores with {self.spec.similarity!r}, which is not a product of W_Q and W_K"
             raise SpecError(f"cannot get QK circuits: {fact}")
@@ -238,8 +241,8 @@ def compare_circuits(model: nn.Module, circuit: str = "qk") -> CircuitSimilarity
     layer_of_site = {module.site.name: module.site.layer for module in find_attention(model)}
     for circuits in get_circuits(model).values():
         site, spec = circuits.site, circuits.spec
-        num_heads = spec.heads.q if circuit == "qk" else len(spec.score_head_of_output)
-        for head in range(num_heads):
+        outputs = range(len(spec.score_head_of_output))
+        for head in spec.core_score_heads if circuit == "qk" else outputs:
             heads.append(HeadLocation(site, layer_of_site[site], head))
             maps.append(circuits.qk_circuit(head) if circuit == "qk" else circuits.ov_circuit(head))
     products = torch.full((len(maps), len(maps)), torch.nan, dtype=torch.float64)

@@ -515,8 +515,9 @@ def _check_softmax(
     for node, name in zip(qk, ("q", "k"), strict=True):
         _check_same_output(f"the projection of {site}", node.value, probed[name][0].double())
     w_HTS = probed["weights"][0].double()
-    if not len(w_HTS) == len(core.key_head_of_query) == len(core.value_head_of_row):
-        raise ValueError(f"cannot propagate relevance through weights: heads of {site} are combined; use lrp")
+    if not len(w_HTS) == qk[0].value.shape[1] == len(core.key_head_of_query) == len(core.value_head_of_row):
+        fact = f"{site} has {qk[0].value.shape[1]} query heads for {len(w_HTS)} rows of weights"
+        raise ValueError(f"cannot propagate relevance through weights: {fact}; use lrp")
     k_SHK = qk[1].value[:, list(core.key_head_of_query)]
     scores = torch.einsum("thk,shk->hts", qk[0].value, k_SHK) * core.scale
     expected = scores.masked_fill(w_HTS == 0, -torch.inf).softmax(-1).nan_to_num(0.0)

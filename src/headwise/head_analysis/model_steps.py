@@ -232,7 +232,8 @@ class _Walk:
         if not 0 <= place.head < len(outputs):
             raise ValueError(f"{place.site} has no head {place.head}; give one in 0..{len(outputs) - 1}")
         self.score_head = outputs[place.head]
-        self.key_head, self.value_head = core.key_head_of_query[self.score_head], core.value_head_of_row[place.head]
+        self.core_head = spec.core_score_heads.index(self.score_head)  # the head's place in scores and weights
+        self.key_head, self.value_head = core.key_head_of_query[self.core_head], core.value_head_of_row[place.head]
         self.weights = as_array(own.probed["weights"][0, place.head, 0])
         self.missing: dict[str, str] = {}
 
@@ -356,7 +357,7 @@ class _Walk:
         """The similarity, and every part that changes scores."""
         similarity, changes = self.spec.similarity, self._changes("scores")
         first = changes[0][1] if changes else self.own.probed["scores"]
-        scores = as_array(first[0, self.score_head, 0])
+        scores = as_array(first[0, self.core_head, 0])
         scale = similarity.score_scale(self.spec.core_of(self.spec.projection_form(one=False)))
         q, k = self.own.probed["q"][0, 0, self.score_head], self.own.probed["k"][0, :, self.key_head]
         products = as_array(k.double() @ q.double()) if q.shape[-1] == k.shape[-1] else scores * np.nan
@@ -374,7 +375,7 @@ class _Walk:
     def _change_step(self, step: str, name: str, before: Tensor, after: Tensor) -> HeadStep:
         """A part that changes scores or weights of this head."""
         part = dict(self.spec.parts())[name]
-        old, new = as_array(before[0, self.score_head, 0]), as_array(after[0, self.score_head, 0])
+        old, new = as_array(before[0, self.core_head, 0]), as_array(after[0, self.core_head, 0])
         arrays = {"in": old, "out": new}
         if isinstance(part, ScoreStep) and part.additive:
             arrays["added"] = new - old
@@ -384,7 +385,7 @@ class _Walk:
     def _weight_steps(self) -> Iterator[HeadStep]:
         normaliser, changes = self.spec.normaliser, self._changes("weights")
         first = changes[0][1] if changes else self.own.probed["weights"]
-        weights = as_array(first[0, self.score_head if changes else self.place.head, 0])
+        weights = as_array(first[0, self.core_head if changes else self.place.head, 0])
         numbers = self.attention.weights["normaliser"].head(self.score_head)
         facts = {name: float(value.detach()) for name, value in numbers.items() if value.numel() == 1}
         is_softmax = normaliser.shift_invariant and normaliser.always_sums_to_one()

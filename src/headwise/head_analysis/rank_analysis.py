@@ -97,7 +97,7 @@ def measure_qk_spectra(
     spectra, reason = list[LayerSpectrum](), ""
     for circuits in get_circuits(model).values():
         try:
-            heads = [circuits.qk_circuit(head) for head in range(circuits.spec.heads.q)]
+            heads = [circuits.qk_circuit(head) for head in circuits.spec.core_score_heads]
         except SpecError as error:
             reason = str(error)
             continue
@@ -111,7 +111,8 @@ def _layer_spectrum(
     circuits: AttentionCircuits, heads: list[LowRankMap], num_draws: int, generator: torch.Generator
 ) -> LayerSpectrum:
     """Spectrum of one layer, with Gaussian weights that share key heads as the layer does."""
-    kv_head_of_query = circuits.spec.heads.kv_head_of_query
+    spec = circuits.spec
+    kv_head_of_query = tuple(spec.heads.kv_head_of_query[head] for head in spec.core_score_heads)
     draws = [_sample_gaussian_maps(heads, kv_head_of_query, generator) for _ in range(num_draws)]
     by_head = tuple(
         DimensionCount(

@@ -430,7 +430,7 @@ class OffsetObserver(OutputObserver):
         for n, head in enumerate(self.head_indices):
             head_values = call.head_values(head)
             allowed_BTS = _allowed_pairs(self.site, call, head_values, outputs[..., n, :])
-            a_BTS = call.head_weights(head_values.score_head)
+            a_BTS = call.head_weights(head_values.row)
             self._check_output(head, a_BTS, head_values, torch.where(token_mask[..., None], outputs[..., n, :], 0.0))
             self._add(head, a_BTS.double(), allowed_BTS & token_mask[..., None])
 
@@ -498,4 +498,4 @@ def _allowed_pairs(site: str, call: ObservedCall, head_values: HeadValues, outpu
             "weights by offset need equal widths"
         )
     allowed = call.allowed_pairs()
-    return allowed[:, head_values.score_head if allowed.shape[1] > 1 else 0].expand(-1, queries, keys)
+    return allowed[:, head_values.row if allowed.shape[1] > 1 else 0].expand(-1, queries, keys)

@@ -33,9 +33,9 @@ from .site import Site
 
 
 class HeadValues(NamedTuple):
-    """Inputs of an output head: the score head whose weights it uses, and its values."""
+    """Inputs of an output head: the row of weights that it uses, and its values."""
 
-    score_head: int
+    row: int
     v_BSV: Tensor
 
 

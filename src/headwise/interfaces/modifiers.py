@@ -126,6 +126,13 @@ class Mix(Modifier):
         """Factors of each key token, by name; they are cached with its keys and values."""
         return {}
 
+    def pair_bias(self, p: PartParams) -> Tensor | None:
+        """A number for each head after mixing that is added at every allowed pair, [heads]; None if there is none.
+
+        `mix_pair` adds it; `mix` does not, because it sees no mask.
+        """
+        return None
+
     @abstractmethod
     def mix_pair(
         self, a_H: Tensor, from_query: Mapping[str, Tensor], from_key: Mapping[str, Tensor], p: PartParams

@@ -122,11 +122,13 @@ class Attention(HasParallelContext, nn.Module):
 
         # 3 to 8, the core; it receives the values of the gates, so that a backend can skip closed heads
         context = QueryContext(x_BTD, q_BTHK, plan.scale, call.sequence)
-        attention_mask = AttentionMask(call.sequence, kv_sequence, self.spec.pattern, call.mask)
+        core_q_BTHK, mask = parts.select_core_heads(q_BTHK, call.mask)
+        attention_mask = AttentionMask(call.sequence, kv_sequence, self.spec.pattern, mask)
         with self.parallel.head_local_rng(self.training):
             gates = parts.gate_values(context, self.parallel.aux_losses(probe.aux_losses))
-            q, k = parts.feature_map(q_BTHK, "q"), parts.feature_map(k_BSGK, "k")
-            inputs = CoreInputs(q, k, v_BSGV, context, kv_entry, call.recurrent_state, gates)
+            q, k = parts.feature_map(core_q_BTHK, "q"), parts.feature_map(k_BSGK, "k")
+            core_context = context._replace(q_BTHK=core_q_BTHK)
+            inputs = CoreInputs(q, k, v_BSGV, core_context, kv_entry, call.recurrent_state, gates)
             o_BTRV = self.attend(call, attention_mask, inputs)
         self._update_recurrent_state(call, inputs, kv_sequence)
 

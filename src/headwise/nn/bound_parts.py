@@ -74,7 +74,7 @@ class BoundParts:
         self.mixes = [(name, part, weights[name]) for name, part in spec.parts_of(Mix)]
         self._output_steps = [(name, part, weights[name]) for name, part in spec.parts_of(OutputStep)]
         self._gates = [(name, part, weights[name]) for name, part in spec.parts_of(Gate)]
-        self.score_head_of_row = spec.score_head_of_row
+        self.score_head_of_row, self._core_score_heads = spec.score_head_of_row, spec.core_score_heads
         self._observe: StepObserver = observe_nothing
 
     def observed(self, observe: StepObserver) -> BoundParts:
@@ -117,6 +117,13 @@ class BoundParts:
         """Queries q_BTHK of these tokens, and their kv entry."""
         q_BTHK, entry = project.project_qkv(x_BTD, transforms, self.weights["project"])
         return q_BTHK, entry | self._key_factors(x_BTD)
+
+    def select_core_heads(self, q_BTHK: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The queries of the heads whose scores the core computes, and the caller's mask for these heads."""
+        if len(self._core_score_heads) == q_BTHK.shape[2]:
+            return q_BTHK, mask
+        own_mask = mask if mask is None or mask.shape[1] == 1 else mask[:, list(self._core_score_heads)]
+        return q_BTHK[:, :, list(self._core_score_heads)], own_mask
 
     def feature_map(self, x_BTHK: Tensor, side: str) -> Tensor:
         """Queries or keys as the similarity compares them: mapped to features in linear attention, else unchanged."""

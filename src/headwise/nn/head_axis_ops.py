@@ -59,7 +59,8 @@ def keep_heads(
     """The layer with only these output heads: exactly the layer with all others ablated.
 
     It also keeps the score heads that a kept head needs, and the key and value heads that these use. Where all heads
-    are mixed, that is all of them, and only the output projection gets smaller.
+    are mixed, that is all of them, and only the output projection gets smaller. A gate that needs the queries of
+    removed heads keeps their query projections, but not their keys and values.
     """
     indices = KeptHeads.of(spec, keep)
     return indices.spec, transform_axes(
@@ -91,20 +92,26 @@ class KeptHeads:
         heads = spec.heads
         q = tuple(sorted(frozenset[int]().union(*(spec.required_score_heads(out) for out in outs))))
         rows = q if heads.rows == heads.q else tuple(range(heads.rows))  # rows that a mix makes stay as they are
-        read_k = {heads.kv_head_of_query[h] for h in q}
-        read_v = {heads.value_head_of_row[row] for row in rows}
+        compared = frozenset[int]().union(*(spec.compared_score_heads(out) for out in outs))
+        read_k = {heads.kv_head_of_query[h] for h in compared}
+        read_v = {heads.value_head_of_row[row] for row in (compared if heads.rows == heads.q else rows)}
         kv, v = tuple(sorted(read_k if heads.value_heads else read_k | read_v)), tuple(sorted(read_v))
         smaller = Heads(
             q=len(q),
             kv=len(kv),
             dim=heads.dim,
             vdim=heads.vdim,
-            kv_head_of_query=tuple(kv.index(heads.kv_head_of_query[h]) for h in q),
-            value_heads=tuple(v.index(heads.value_heads[row]) for row in rows) if heads.value_heads else (),
+            kv_head_of_query=_index_of_each([heads.kv_head_of_query[h] for h in q], kv),
+            value_heads=_index_of_each([heads.value_heads[row] for row in rows], v) if heads.value_heads else (),
             score_head_of_output=tuple(rows.index(spec.score_head_of_output[out]) for out in outs),
         )
         by_axis = {"out": outs, "q": q, "kv": kv} | ({"v": v} if heads.value_heads else {})
         return KeptHeads(_with(spec, smaller), by_axis)
+
+
+def _index_of_each(heads: Sequence[int], kept: Sequence[int]) -> tuple[int, ...]:
+    """The index of each head among the kept ones; 0 for a head whose scores are not computed."""
+    return tuple(kept.index(head) if head in kept else 0 for head in heads)
 
 
 def share_kv_heads(

@@ -142,7 +142,8 @@ class _SingleQueryAttention:
 
     def _score(self, b: int, t: int, s: int, pair: QueryKeyPair, k: Tensor) -> Tensor:
         pair_of = self.spec.similarity.pair
-        heads = enumerate(zip(self.context.q_BTHK[b, t], k[s, list(self.core.key_head_of_query)], strict=True))
+        keys = k[s, list(self.spec.project.core(self.spec).key_head_of_query)]
+        heads = enumerate(zip(self.context.q_BTHK[b, t], keys, strict=True))
         s_H = torch.stack([pair_of(q, k, self.context.scale, self.p["similarity"].head(h)) for h, (q, k) in heads])
         for name, step in self._steps(Phase.SCORES):
             if isinstance(step, Mix):

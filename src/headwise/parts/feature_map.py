@@ -125,7 +125,7 @@ class FeatureMap(Similarity):
             return 0
         # A recurrent state maps each key once, when it arrives; a cross-attention source has no state.
         keys = work.new_tokens if spec.is_recurrent and spec.source is None else work.keys
-        vectors = work.queries * spec.heads.q + keys * spec.heads.kv
+        vectors = work.queries * spec.num_core_heads + keys * spec.heads.kv
         return 2 * work.batch * vectors * self.num_state_features(spec.core) * spec.heads.dim
 
     def constant_flops(self, spec: AttentionSpec, work: CallSize) -> int:

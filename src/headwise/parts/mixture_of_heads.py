@@ -40,7 +40,8 @@ class Routed(Gate):
     the `layers` of a stack whose layers are all routed; `at_depth` sets their number.
 
     A pruned head still takes part in the choice: `slot` is the index of each remaining head's gate, `asker` the score
-    head whose query scores each routed head.
+    head whose query scores each routed head. With router="norm" its query projection therefore stays; its keys, values
+    and scores do not.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=4, modifiers=(Routed(always=2, active=1),))

@@ -45,7 +45,7 @@ class Shaw(ScoreStep):
         return {"table": Param(AxisLayout.parse("place dim"), xavier_uniform)}
 
     def flops(self, spec: AttentionSpec, work) -> int:
-        return 2 * work.batch * work.queries * spec.heads.q * (2 * self.reach + 1) * spec.heads.dim
+        return 2 * work.batch * work.queries * spec.num_core_heads * (2 * self.reach + 1) * spec.heads.dim
 
     def query_factors(self, context: QueryContext, p: PartParams) -> Tensor | None:
         return torch.matmul(context.q_BTHK * context.scale, p["table"].T)

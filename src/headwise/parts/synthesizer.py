@@ -85,7 +85,7 @@ class Learned(ScoreStep):
         """FLOPs of the rows of R; they are computed once for all rows of a batch with equal positions."""
         if self.kind != "factorised":
             return 0
-        return 2 * work.queries * spec.heads.q * self.rank * self.length
+        return 2 * work.queries * spec.num_core_heads * self.rank * self.length
 
     def query_factors(self, context: QueryContext, p: PartParams) -> Tensor | None:
         if self.kind == "dense":

@@ -14,12 +14,15 @@ from ..interfaces.core_types import CallSize, Param, PartParams, Phase, SpecFact
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from ..spec.heads import Heads
-from .initialisers import identity_init
+from .initialisers import identity_init, zeros_init
 
 
 @part
 class TalkingHeads(Mix):
     """a'_h = sum over g of a_g P[g, h], on the scores before masking or on the weights (2003.02436).
+
+    With `bias`, b_h is added to a'_h at every pair of a query and an allowed key, as in CaiT (2103.17239). It starts at
+    0.
 
     `heads` is the number of heads after mixing, if it differs from the number before: the paper's h_k score heads, h
     softmaxes and h_v value heads are TalkingHeads(heads=h) on the scores and TalkingHeads(on="weights", heads=h_v).
@@ -34,13 +37,15 @@ class TalkingHeads(Mix):
     disagreements: ClassVar[tuple[str, ...]] = (
         "The mixing starts as the identity; CaiT's released code starts it at random.",
         (
-            "CaiT's released code adds a bias per head after each mix, the paper of talking heads none: none. On the "
-            "scores the bias cancels in softmax; on the weights it adds b_h times the sum of all values to head h."
+            "CaiT's released code adds a bias per head after each mix, the paper of talking heads none: see `bias`, by "
+            "default none. On the scores the bias cancels in softmax; on the weights it adds b_h times the sum of all "
+            "allowed values to head h."
         ),
     )
     position_independent: ClassVar[bool] = True
     on: str = "scores"
     heads: int = 0
+    bias: bool = False
 
     @property
     def phase(self) -> Phase:
@@ -80,8 +85,9 @@ class TalkingHeads(Mix):
         return replace(heads, value_heads=tuple(range(self.heads))) if self.heads else heads
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        axes = "given out" if self.on == "weights" else "given mixed"
-        return {"mixing": Param(AxisLayout.parse(axes), identity_init)}
+        mixed = "out" if self.on == "weights" else "mixed"
+        params = {"mixing": Param(AxisLayout.parse(f"given {mixed}"), identity_init)}
+        return params | ({"bias": Param(AxisLayout.parse(mixed), zeros_init)} if self.bias else {})
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         inputs = spec.heads.q if self.on == "scores" else spec.num_heads_after(Phase.SCORES)
@@ -98,12 +104,16 @@ class TalkingHeads(Mix):
     def mix_pair(
         self, a_H: Tensor, from_query: Mapping[str, Tensor], from_key: Mapping[str, Tensor], p: PartParams
     ) -> Tensor:
-        return a_H @ p["mixing"].to(a_H.dtype)
+        mixed = a_H @ p["mixing"].to(a_H.dtype)
+        return mixed + p["bias"].to(a_H.dtype) if self.bias else mixed
 
     def mix(
         self, a_BHTS: Tensor, from_query: Mapping[str, Tensor], from_key: Mapping[str, Tensor], p: PartParams
     ) -> Tensor:
         return mix_heads(a_BHTS, p["mixing"])
+
+    def pair_bias(self, p: PartParams) -> Tensor | None:
+        return p["bias"] if self.bias else None
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
@@ -113,6 +123,7 @@ class TalkingHeads(Mix):
         yield base(modifiers=(cls(on="scores"), cls(on="weights")), pattern="window(4)", vdim=5)
         yield base(modifiers=(Alibi(), cls(heads=7), cls(on="weights", heads=5)), pattern="causal", vdim=9)
         yield base(modifiers=(cls(heads=5),), kv=3, source=13)
+        yield base(modifiers=(cls(bias=True), cls(on="weights", bias=True)), pattern="causal", kv=2)
 
 
 def mix_heads(a_BHTS: Tensor, mixing_HO: Tensor) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ..errors import SpecError, suggest
 from ..interfaces import (
+    Gate,
     Merge,
     Mix,
     Modifier,
@@ -53,6 +54,7 @@ class AttentionSpec:
     merge: Merge
     modifiers: tuple[Modifier, ...] = ()
     source: int | None = None
+    _core_score_heads: ClassVar[tuple[int, ...] | None] = None  # set for each spec without conflicts
 
     def __post_init__(self) -> None:
         for name in ("model", "source"):
@@ -76,6 +78,8 @@ class AttentionSpec:
         reasons = list(self._conflicts())
         if reasons:
             raise SpecError("; ".join(dict.fromkeys(reasons)))
+        # Found once and kept, because compiled graphs read it and cannot trace the search.
+        object.__setattr__(self, "_core_score_heads", self._find_core_score_heads())
 
     def _conflicts(self) -> Iterator[str]:
         combining = [step for _, step in self.parts_of(OutputStep) if step.combines_rows]
@@ -176,6 +180,36 @@ class AttentionSpec:
             score_heads = step.required_rows(score_heads)
         return score_heads
 
+    @property
+    def core_score_heads(self) -> tuple[int, ...]:
+        """The score heads whose scores the attention core computes, in order.
+
+        They are all score heads unless pruning left some that only a gate needs, which sees queries but no scores
+        (`Routed` with router="norm"). If heads are mixed, if a part multiplies the layer's input with weights of each
+        head to get scores (`Learned` with kind="dense"), or if some key or value head belongs to such heads alone, the
+        core computes all.
+        """
+        return self._find_core_score_heads() if self._core_score_heads is None else self._core_score_heads
+
+    def _find_core_score_heads(self) -> tuple[int, ...]:
+        heads, every = self.heads, tuple(range(self.heads.q))
+        if heads.rows != heads.q or self.parts_of(Mix) or self._makes_scores_from_input:
+            return every
+        core = tuple(sorted(self._required_heads(self.score_head_of_row, self._parts_of_scores)))
+        kv = {heads.kv_head_of_query[head] for head in core}
+        values = {heads.value_head_of_row[head] for head in core}
+        return core if len(kv) == heads.kv and len(values) == heads.num_value_heads else every
+
+    @property
+    def _makes_scores_from_input(self) -> bool:
+        return any(param.applied for _, step in self.parts_of(ScoreStep) for param in step.params(self).values())
+
+    @property
+    def num_core_heads(self) -> int:
+        """The number of `core_score_heads`."""
+        count = len(self.core_score_heads)
+        return self.heads.q if count == self.heads.q else count  # q, because it may carry its name in a formula
+
     def projection_form(self, one: bool) -> Project:
         """The project, or with `one` its equivalent form for a single query, if it has one."""
         return self.project.equivalent_forms(self).get("step", self.project) if one else self.project
@@ -198,13 +232,27 @@ class AttentionSpec:
 
     def required_score_heads(self, out: int) -> frozenset[int]:
         """All score heads that this output head depends on, which pruning must keep."""
+        return self._required_heads(self._rows_of_output(out), [part for _, part in self.parts()])
+
+    def compared_score_heads(self, out: int) -> frozenset[int]:
+        """The score heads whose scores this output head depends on; a gate may need the queries of others."""
+        return self._required_heads(self._rows_of_output(out), self._parts_of_scores)
+
+    @property
+    def _parts_of_scores(self) -> list[Part]:
+        return [part for _, part in self.parts() if not isinstance(part, Gate)]
+
+    def _rows_of_output(self, out: int) -> tuple[int, ...]:
         rows = (self.score_head_of_output[out],)
         for _, step in reversed(self.parts_of(OutputStep)):
             rows = step.required_rows(rows)
+        return rows
+
+    def _required_heads(self, rows: tuple[int, ...], parts: Sequence[Part]) -> frozenset[int]:
         heads, needed = frozenset[int](), frozenset(rows)
         while heads != needed:  # repeated because each part may add heads that another part's requirements depend on
             heads = needed
-            for _, part in reversed(list(self.parts())):
+            for part in reversed(parts):
                 needed = part.required_score_heads(self, needed)
         return heads
 
@@ -227,7 +275,7 @@ class AttentionSpec:
         """The shapes and the scale of the attention core for one form of the project."""
         core = form.core(self)
         return CoreShape(
-            core.key_head_of_query,
+            tuple(core.key_head_of_query[head] for head in self.core_score_heads),
             core.value_head_of_row,
             core.dim,
             core.vdim,

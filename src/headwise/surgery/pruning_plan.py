@@ -161,7 +161,7 @@ def list_units(model_spec: ModelSpec, kind: str = "auto") -> dict[str, tuple[Hea
 
 def _site_units(site: str, spec: AttentionSpec, kind: str) -> Iterator[HeadUnit]:
     outs = range(len(spec.score_head_of_output))
-    kv_heads = [frozenset(spec.heads.kv_head_of_query[row] for row in spec.required_score_heads(out)) for out in outs]
+    kv_heads = [frozenset(spec.heads.kv_head_of_query[row] for row in spec.compared_score_heads(out)) for out in outs]
     groups: dict[frozenset[int], list[int]] = {}
     for out in outs:
         groups.setdefault(kv_heads[out], []).append(out)

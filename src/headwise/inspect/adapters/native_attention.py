@@ -214,8 +214,9 @@ class HeadwiseCall:
         return _slice_call(self.mask, self.inputs, queries)[0].allowed
 
     def head_values(self, head: int) -> HeadValues:
-        """Score head and values of an output head."""
-        row = self.signature.spec.score_head_of_output[head]
+        """Row of weights and values of an output head."""
+        spec = self.signature.spec
+        row = spec.score_head_of_row.index(spec.score_head_of_output[head])
         return HeadValues(row, self.inputs.v[:, :, self.signature.core.value_head_of_row[row]])
 
     @property
