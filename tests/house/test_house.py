@@ -434,7 +434,7 @@ def judges(node: ast.AST) -> bool:
 
 
 def test_folders_of_tests_mirror_the_packages():
-    """Tests of src/headwise/cache are in tests/cache; seven folders hold tests and helpers of the package as a whole."""
+    """Tests of src/headwise/cache are in tests/cache; seven folders concern the whole package."""
     whole = {"anchors", "contract", "crashes", "hostile", "house", "mutation", "support"}
     folders = {path.relative_to(ROOT / "tests").parent.as_posix() for path in TESTS} - whole - {"."}
     check_none(sorted(folder for folder in folders if not (SOURCE / folder / "__init__.py").is_file()))

@@ -85,7 +85,8 @@ def read_npz(path: Path) -> dict[str, Any]:
             archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise ValueError("it holds one array without a name")
-            check_unpacked_size(path, sum(member.file_size for member in archive.zip.infolist()))
+            members = archive.zip.infolist() if archive.zip else []
+            check_unpacked_size(path, sum(member.file_size for member in members))
             return {name: archive[name] for name in archive.files}
     except SpecError:
         raise
