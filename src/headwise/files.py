@@ -66,10 +66,7 @@ def write_together(folder: Path | str, contents: Mapping[str, bytes]) -> None:
     try:
         with ExitStack() as written:
             for path, data in zip(temporary, contents.values(), strict=True):
-                with explain_os_error(path):
-                    _refuse_special_file(path)
-                    delete_abandoned(path)
-                    written.enter_context(_write(temporary[path], [data]))
+                _write_for_later(path, temporary[path], data, written)
             with explain_os_error(folder):
                 for path, new in temporary.items():
                     os.replace(new, path)
@@ -79,6 +76,14 @@ def write_together(folder: Path | str, contents: Mapping[str, bytes]) -> None:
             with suppress(OSError):
                 new.unlink()
         raise
+
+
+def _write_for_later(path: Path, temporary: Path, data: bytes, written: ExitStack) -> None:
+    """Write the contents of `path` to a temporary file, which stays locked until the stack is closed."""
+    with explain_os_error(path):
+        _refuse_special_file(path)
+        delete_abandoned(path)
+        written.enter_context(_write(temporary, [data]))
 
 
 def make_temporary_path(path: Path) -> Path:

@@ -109,9 +109,9 @@ class KeptHeads:
         return KeptHeads(_with(spec, smaller), by_axis)
 
 
-def _index_of_each(heads: Sequence[int], kept: Sequence[int]) -> tuple[int, ...]:
+def _index_of_each(heads: Sequence[int], kept_heads: Sequence[int]) -> tuple[int, ...]:
     """The index of each head among the kept ones; 0 for a head whose scores are not computed."""
-    return tuple(kept.index(head) if head in kept else 0 for head in heads)
+    return tuple(kept_heads.index(head) if head in kept_heads else 0 for head in heads)
 
 
 def share_kv_heads(
