@@ -1,4 +1,4 @@
-"""Generated parts of docs/reliability.md, from docs/reliability.json, which `tests/soak.py` wrote."""
+"""Generated parts of docs/reliability.md, from docs/reliability.json, which `tests/soak.py` and `tests/crashes` wrote."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import Any
 
 FIGURES = Path(__file__).resolve().parent.parent / "docs" / "reliability.json"
 LEAST_INPUTS, LEAST_TOTAL = 1000, 20_000
+CRASH_TRIALS = {"kills": "kills of commands that write", "full_disk": "full disks under commands that write"}
 
 
 def read_figures() -> dict[str, Any]:
     """Return the figures; raises SystemExit if a parser was tried too rarely, or anything failed."""
     figures = json.loads(FIGURES.read_text())
     rows = figures["inputs"]
+    for key, name in CRASH_TRIALS.items():
+        trials = figures[key]
+        figures["faults"][name] = {"injected": trials["trials"], "failures": trials["failures"]}
     if rare := [name for name, counts in rows.items() if counts["inputs"] < LEAST_INPUTS]:
         raise SystemExit(f"{FIGURES.name}: {rare[0]} has fewer than {LEAST_INPUTS:,} inputs; run tests/soak.py again")
     if sum(counts["inputs"] for counts in rows.values()) < LEAST_TOTAL:
