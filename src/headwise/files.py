@@ -67,15 +67,20 @@ def write_together(folder: Path | str, contents: Mapping[str, bytes]) -> None:
         with ExitStack() as written:
             for path, data in zip(temporary, contents.values(), strict=True):
                 _write_for_later(path, temporary[path], data, written)
-            with explain_os_error(folder):
-                for path, new in temporary.items():
-                    os.replace(new, path)
-                sync_folder(folder)
+            _replace_all(folder, temporary)
     except BaseException:
         for new in temporary.values():
             with suppress(OSError):
                 new.unlink()
         raise
+
+
+def _replace_all(folder: Path, temporary: Mapping[Path, Path]) -> None:
+    """Rename the temporary file of each path to the path."""
+    with explain_os_error(folder):
+        for path, new in temporary.items():
+            os.replace(new, path)
+        sync_folder(folder)
 
 
 def _write_for_later(path: Path, temporary: Path, data: bytes, written: ExitStack) -> None:

@@ -143,7 +143,7 @@ def test_a_folder_with_other_contents_is_left_alone(tmp_path: Path):
 
 def test_a_second_tour_replaces_the_first(tour: Tour):
     sample_tour.check_output_folder(tour.folder / "pruned")
-    assert not (tour.folder / "pruned").exists()
+    assert (tour.folder / "pruned").exists()  # until the new one is complete
 
 
 @pytest.mark.parametrize(

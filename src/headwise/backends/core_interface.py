@@ -148,7 +148,7 @@ class CoreSteps:
             for phase in (Phase.SCORES, Phase.WEIGHTS)
         }
         mixed = any(isinstance(part, Mix) and part.phase is Phase.WEIGHTS for _, part in spec.parts())
-        every = mixed or spec.score_head_of_row == core
+        every = mixed or spec.score_head_of_row == spec.core_rows
         return CoreSteps(
             similarity=spec.similarity,
             similarity_p=p["similarity"],
@@ -162,7 +162,7 @@ class CoreSteps:
             weights=acts[Phase.WEIGHTS],
             values=[(step, p[name]) for name, step in spec.parts_of(ValueStep)],
             elementwise=[(step, p[name]) for name, step in spec.parts_of(ScoreStep)],
-            selected_rows=None if every else tuple(core.index(head) for head in spec.score_head_of_row),
+            selected_rows=None if every else tuple(spec.core_rows.index(head) for head in spec.score_head_of_row),
             part_weights=[p[name] for name, part in spec.parts() if isinstance(part, CORE_PART_TYPES)],
             pattern_text=spec.pattern.text,
         )
@@ -243,7 +243,7 @@ class PairPositions:
 def has_unmodified_weights(spec: AttentionSpec) -> bool:
     """Whether no part changes or selects rows of weights after normalisation."""
     acts = (part for part in spec.modifiers if part.phase is Phase.WEIGHTS or isinstance(part, ValueStep))
-    return spec.score_head_of_row == spec.core_score_heads and not any(acts)
+    return spec.score_head_of_row == spec.core_rows and not any(acts)
 
 
 def _make_transform(spec: AttentionSpec, name: str, part: Part, p: PartParams) -> ScoreTransform:

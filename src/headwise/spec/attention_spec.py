@@ -201,6 +201,11 @@ class AttentionSpec:
         return core if len(kv) == heads.kv and len(values) == heads.num_value_heads else every
 
     @property
+    def core_rows(self) -> tuple[int, ...]:
+        """The rows of weights that the core computes: one for each of its score heads, or those that these mix to."""
+        return self.core_score_heads if self.heads.rows == self.heads.q else tuple(range(self.heads.rows))
+
+    @property
     def _makes_scores_from_input(self) -> bool:
         return any(param.applied for _, step in self.parts_of(ScoreStep) for param in step.params(self).values())
 
