@@ -9,7 +9,7 @@ Packages of a layer: `spec`, `interfaces`, `parts` and `presets` describe it, `m
 past tokens, `nn` runs it through `backends`, `ops` and `kernels`, and `costs` counts it. Of models: `model_spec`,
 `families`, `models` and `hub`; `data`, `training`, `distributed` and `studies`; `generation`, `serving` and
 `api_server`. Of heads: `inspect`, `traces`, `head_analysis` and `surgery`. To look at and compare: `viewer`, `learn`,
-`demo`, `bench`, `part_checks` and `cli`. Helpers: `errors`, `escaping`, `files`, `output_paths`, `progress` and
+`demo`, `bench`, `part_checks` and `cli`. Helpers: `errors`, `escaping`, `files`, `output_paths`, `progress`, `size_limits` and
 `machine`.
 
 >>> import headwise as hw

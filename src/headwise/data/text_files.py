@@ -70,8 +70,7 @@ def read_chunks(path: Path) -> Iterator[bytes]:
         with cast(BinaryIO, gzip.open(path) if is_packed else path.open("rb")) as file:
             while piece := file.read(CHUNK_BYTES):
                 size += len(piece)
-                if is_packed:
-                    check_unpacked_size(path, size)
+                check_unpacked_size(path, size * is_packed)
                 yield piece
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise SpecError(f"{path} is a damaged gzip file: {error}; download or create it again") from None

@@ -38,8 +38,8 @@ class Operand(NamedTuple):
         An axis is a letter, a number, a choice of two, or * for any size.
         """
         dtypes, _, axes = form.rstrip("?").rpartition(":")
-        known = tuple(getattr(torch, dtype) for dtype in dtypes.split())
-        return Operand(name, tuple(axes.split()), known, form.endswith("?"))
+        accepted = tuple(getattr(torch, dtype) for dtype in dtypes.split())
+        return Operand(name, tuple(axes.split()), accepted, form.endswith("?"))
 
     def matches_shape(self, shape: torch.Size, sizes: dict[str, int]) -> bool:
         """Return whether a shape fits the axes; writes the sizes of new letters."""
