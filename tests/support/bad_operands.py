@@ -177,7 +177,10 @@ def _small_batch() -> Iterator[Call]:
     yield Call(lambda x, w, u: OPS.small_batch_matmul(x, [w, u]), tensors, free)
     yield Call(lambda x, w, u: multiply_small_batch(x, [w, u]), tensors, free)
     yield Call(
-        lambda x, w: small_batch_ops.rms_norm(x, w, 1e-6), {"x": _random(2, 32), "w": _random(32)}, ("x.0", "x.rank")
+        lambda x, w: small_batch_ops.rms_norm(x, w, 1e-6),
+        {"x": _random(2, 32), "w": _random(32)},
+        ("x.0", "x.rank"),
+        is_direct=True,
     )
     halves = {"gate": _random(2, 32), "up": _random(2, 32)}
     yield Call(
@@ -187,7 +190,10 @@ def _small_batch() -> Iterator[Call]:
     yield Call(lambda x: small_batch_ops.scale_to_float32(x, 0.5), x, ("x.0", "x.1"), is_direct=True)
     heads = {"x": _random(2, 3, 2, 32), "position": _ints([0, 1, 2], [3, 4, 5]), "frequency": torch.rand(16).double()}
     yield Call(
-        lambda x, position, frequency: small_batch_ops.apply_rotary(x, position, frequency, 1.0), heads, ("x.2",)
+        lambda x, position, frequency: small_batch_ops.apply_rotary(x, position, frequency, 1.0),
+        heads,
+        ("x.2",),
+        is_direct=True,
     )
 
 
