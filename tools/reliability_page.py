@@ -1,4 +1,4 @@
-"""Generated parts of docs/reliability.md, from docs/reliability.json, which `tests/soak.py` and `tests/crashes` wrote."""
+"""Generated parts of docs/reliability.md, from docs/reliability.json, which soak.py and crashes of `tests` write."""
 
 from __future__ import annotations
 
