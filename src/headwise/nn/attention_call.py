@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..backends import CallSignature, CoreDispatch, PackedDispatch, varlen
+from ..backends import CallSignature, CoreDispatch, HeadGroupDispatch, PackedDispatch, varlen
 from ..cache import KVCache, PagedCache, ProjectedSource
 from ..interfaces import Project
 from ..interfaces.core_types import Probe
@@ -49,7 +49,7 @@ class ExecutionPlan(NamedTuple):
 
     project: Project
     call: CallSignature
-    dispatch: CoreDispatch | PackedDispatch
+    dispatch: CoreDispatch | PackedDispatch | HeadGroupDispatch
     reads_cache_in_place: bool
     scale: float
 
@@ -124,12 +124,13 @@ class CallPlanner:
             return self._plans[key]
         project = self._form_for_single_query[single_query]
         call = CallSignature(self.spec, self.spec.core_of(project), **signature)
-        dispatch = backends.make_dispatch(call, layer.backend_name)
+        dispatch = backends.plan_dispatch(call, layer.backend_name)
+        names = dispatch.backend_names if isinstance(dispatch, CoreDispatch) else ()
         plan = ExecutionPlan(
             project=project,
             call=call,
-            dispatch=PackedDispatch(dispatch) if call.is_packed else dispatch,
-            reads_cache_in_place=backends.reads_cache_in_place(dispatch.backend_names[0], call),
+            dispatch=dispatch,
+            reads_cache_in_place=bool(names) and backends.reads_cache_in_place(names[0], call),
             scale=self.spec.similarity.score_scale(call.core),
         )
         if not call.is_compiling:  # a plan made in a graph would be a new constant, and recompile it
