@@ -59,7 +59,20 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .inspect.model_inputs import run_model
     from .inspect.trace_capture import Capture, trace
     from .interfaces.core_types import AuxLosses, CallSize, Probe
-    from .masking.patterns import BigBird, Blocks, Causal, Dilated, Edges, First, Full, Global, Pattern, Prefix, Window
+    from .masking.patterns import (
+        BigBird,
+        Blocks,
+        Causal,
+        Dilated,
+        Edges,
+        First,
+        Full,
+        Global,
+        Pattern,
+        PerHead,
+        Prefix,
+        Window,
+    )
     from .masking.sequence_info import AttentionMask, SequenceInfo
     from .model_spec import ProcessorSpec
     from .models import Transformer, build, save
@@ -136,6 +149,7 @@ _MODULE_OF_NAME = {
     "Full": "masking.patterns",
     "Global": "masking.patterns",
     "Pattern": "masking.patterns",
+    "PerHead": "masking.patterns",
     "Prefix": "masking.patterns",
     "Window": "masking.patterns",
     "AuxLosses": "interfaces.core_types",

@@ -9,7 +9,7 @@ from typing import Any
 from .errors import SpecError, suggest
 from .interfaces import Merge, Modifier, Part, Project
 from .interfaces.part import field_defaults
-from .masking.patterns import Full, parse_pattern
+from .masking.patterns import Full, PerHead, parse_pattern
 from .parts.collaborative import Collaborative
 from .parts.concat import Concat
 from .parts.differential import Differential, DifferentialV2
@@ -265,8 +265,40 @@ def longformer(*, model: int = 512, heads: int = 8, **options: Any) -> Attention
     return _filled(options, model=model, heads=heads, pattern="window(513, after=256) | global((0,))", bias="qkvo")
 
 
+def longformer_dilated(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+    """Longformer with two dilated heads, which attend to every second of 1,025 tokens (2004.05150).
+
+    The paper dilates the windows of two heads, and only in higher layers; its released checkpoints dilate none.
+    """
+    near, far = "window(513, after=256) | global((0,))", "dilated(513, 2, after=256) | global((0,))"
+    num_dilated = min(2, heads // 2)
+    pattern = _patterns_of_heads(heads - num_dilated, (near, far), heads)
+    return _filled(options, model=model, heads=heads, pattern=pattern, bias="qkvo")
+
+
+def streaming_retrieval(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
+    """Retrieval heads read all tokens, streaming heads 64 first tokens and the latest 256: half of each (2410.10819).
+
+    The paper learns which key-value heads of a trained model retrieve; here they are the first. It keeps few tokens for
+    streaming heads; here the cache keeps all tokens for all heads, and a decode step of streaming heads reads few.
+    """
+    pattern = _patterns_of_heads(heads - heads // 2, ("causal()", "window(256) | first(64)"), heads)
+    kv = _quarter(heads)
+    return _filled(options, model=model, heads=heads, kv=kv, pattern=pattern, modifiers=(Rotary(),))
+
+
+def _patterns_of_heads(num_first: int, patterns: tuple[str, str], heads: int) -> PerHead:
+    """The first pattern for this many heads, and the second for the others."""
+    first, second = map(parse_pattern, patterns)
+    return PerHead((first, second), tuple(int(head >= num_first) for head in range(heads)))
+
+
 def bigbird(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """BigBird: blocks of 64; three neighbours, two global and three random blocks, up to 4,096 tokens (2007.14062)."""
+    """BigBird: blocks of 64; three neighbours, two global and three random blocks, up to 4,096 tokens (2007.14062).
+
+    All heads have the same random blocks. For those of each head, as in the released code, give
+    pattern=PerHead.from_heads(BigBird(4096, seed=head) for head in range(heads)).
+    """
     return _filled(options, model=model, heads=heads, pattern="bigbird(4096)", bias="qkvo")
 
 
@@ -313,7 +345,7 @@ def _quarter(heads: int) -> int:
 
 
 _ALL = (mha, gqa, mqa, mla, moh, dcmha, mohsa, collaborative, talking, diff, diff2, entmax, linear, performer)
-_ALL += (longformer, bigbird, kha, average)
+_ALL += (longformer, longformer_dilated, streaming_retrieval, bigbird, kha, average)
 PRESETS: dict[str, Callable[..., AttentionSpec]] = {make.__name__: make for make in _ALL}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -69,10 +67,8 @@ def test_blocks_are_counted_as_torch_counts_them(name, backend):
         x = torch.randn(2, count, spec.model)
         work, job = costs.self_attention_work(spec, batch=2, queries=count), CallSignature(spec, spec.core)
         if hasattr(BACKENDS[backend], "count_formed_pairs"):
-            work = replace(work, pairs=BACKENDS[backend].count_formed_pairs(job, work))
-        assert torch_flops(layer, x) == costs.executed_flops(spec, work, BACKENDS[backend].executed_flops(job, work)), (
-            count
-        )
+            work = work.with_pairs(BACKENDS[backend].count_formed_pairs(job, work))
+        assert torch_flops(layer, x) == costs.executed_flops(spec, work, cases.core_flops(spec, backend, work)), count
 
 
 SPARSE = [

@@ -27,6 +27,7 @@ from headwise.masking.patterns import (
     Global,
     KeyRetention,
     Or,
+    PerHead,
     Prefix,
     Window,
     draw_pattern,
@@ -112,6 +113,9 @@ leaves = st.one_of(
     ),
 )
 trees = st.recursive(leaves, lambda inner: st.builds(And, inner, inner) | st.builds(Or, inner, inner), max_leaves=5)
+trees |= st.tuples(st.lists(trees, min_size=3, max_size=3), st.lists(st.integers(0, 2), min_size=1, max_size=5)).map(
+    lambda two: PerHead(*map(tuple, two))
+)
 spans = st.tuples(st.integers(0, 30), st.integers(0, 25)).map(lambda two: range(two[0], two[0] + two[1]))
 steady = settings(derandomize=True, max_examples=60, deadline=None)
 
@@ -382,6 +386,16 @@ def test_ranges_are_checked():
         ),
         (Edges(((0, 1),)), "edges(((0, 1),))", "Edges(edges=((0, 1),))"),
         (
+            PerHead((Causal(), Window(4) | First(2), Causal()), (2, 1, 0)),
+            "perhead((causal(), window(4) | first(2)), (0, 1, 0))",
+            "PerHead(patterns=(Causal(), Window(keys=4) | First(keys=2)), pattern_of_head=(0, 1, 0))",
+        ),
+        (
+            PerHead((Full(),), (0, 0)),
+            "perhead((full(),), (0, 0))",
+            "PerHead(patterns=(Full(),), pattern_of_head=(0, 0))",
+        ),
+        (
             (Full() | Causal()) & Prefix(2) | Blocks(3),
             "(full() | causal()) & prefix(2) | blocks(3)",
             "(Full() | Causal()) & Prefix(keys=2) | Blocks(size=3)",
@@ -465,6 +479,11 @@ def test_text_is_forgiving():
         (" | ".join(["full()"] * 3000), "nested too deeply"),
         ("window(" + "9" * 5000 + ")", "not a pattern"),
         ("window(1)\0", "not a pattern"),
+        ("perhead((causal(), full()), (0, 2))", "pattern_of_head=(0, 2) has 2, but there are 2 patterns; use 0..1"),
+        ("perhead((), (0,))", "patterns=() must be a tuple with at least one entry"),
+        ("perhead((causal(),), ())", "pattern_of_head=() must be a tuple with at least one entry"),
+        ("perhead((causal(), 3), (0, 1))", "a pattern consists of calls, & and |; got '3'"),
+        ("perhead((perhead((full(),), (0,)),), (0,))", "a head has one pattern, not perhead((full(),), (0,))"),
     ],
     ids=lambda text: text[:30],
 )
@@ -473,6 +492,15 @@ def test_bad_text_is_refused_with_reasons(text, message):
         parse_pattern(text)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_patterns_per_head_join_head_by_head():
+    mixed = PerHead((Causal(), Window(3, after=1)), (0, 1, 1))
+    assert mixed & Causal() == PerHead((Causal() & Causal(), Window(3, after=1) & Causal()), (0, 1, 1))
+    assert First(2) | mixed == PerHead((First(2) | Causal(), First(2) | Window(3, after=1)), (0, 1, 1))
+    assert (mixed | mixed).pattern_of_head == (0, 1, 1)
+    with pytest.raises(SpecError, match="combine them with the operators & and"):
+        And(mixed, Causal())
 
 
 def test_only_patterns_join():

@@ -27,6 +27,12 @@ KINDS = {
     "by distance": base(pattern=PATTERN, modifiers=(hw.Alibi(), hw.Shaw(2), hw.ShawValues(2))),
     "mixed": base(pattern=PATTERN, modifiers=(hw.Dynamic(rank=1), hw.HeadGate())),
     "in pairs": base(pattern=PATTERN, heads=3, modifiers=(hw.Differential(),)),
+    "dilated heads": base(
+        pattern=hw.PerHead.from_heads(
+            hw.masking.patterns.parse_pattern(f"{near} | global((0, 4))")
+            for near in ("window(3, after=1)", *["dilated(3, 2, after=1)"] * 2, *["window(3, after=1)"] * 3)
+        )
+    ),
     "latent": base(pattern=PATTERN, project=hw.Latent(rank=8, rope=2), modifiers=(hw.Rotary(),)),
 }
 

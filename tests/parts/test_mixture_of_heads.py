@@ -319,6 +319,15 @@ def test_a_pruned_routed_layer_costs_what_its_core_computes(name):
     assert torch_flops(cut, x[:1]) == costs.counted_flops(cut.spec, work)
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ["each head its own keys", "slopes of heads", "a table and relative keys"])
+def test_a_pruned_routed_layer_is_one_graph(name):
+    _, cut, _ = pruned(name)
+    x, _ = cases.tensors(cut.spec)
+    torch._dynamo.reset()
+    check_close(torch.compile(cut, fullgraph=True, backend="eager")(x), cut(x))
+
+
 def test_whole_groups_of_a_routed_layer_can_be_pruned():
     spec = base(kv=2, pattern="causal", modifiers=(NORM,))
     stack = StackSpec.from_blocks("decoder", 10, [BlockSpec(spec)], embedding=EmbeddingSpec(7))

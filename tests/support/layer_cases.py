@@ -18,6 +18,7 @@ from headwise.part_checks.layer_cases import (
     WIDTH,
     as_causal,
     as_cross_attention,
+    core_flops,
     make_base_spec as base,
     make_inputs as tensors,
     make_layer as layer,
@@ -27,7 +28,7 @@ from headwise.part_checks.layer_cases import (
 from headwise.spec.attention_spec import AttentionSpec
 
 __all__ = ["BATCH", "SOURCE", "TOKENS", "WIDTH", "as_causal", "as_cross_attention", "base", "layer", "sequence_infos"]
-__all__ += ["supporting_backends", "tensors"]
+__all__ += ["core_flops", "supporting_backends", "tensors"]
 EXACT = {"rtol": 1e-10, "atol": 1e-11}
 
 
@@ -67,7 +68,26 @@ def _name(modifier: Modifier) -> str:
     return type(modifier).__name__ + getattr(modifier, "on", "")[:1]
 
 
-EXAMPLES = examples()
+def patterns_per_head() -> dict[str, AttentionSpec]:
+    """Heads with different patterns: in and out of order, within a group of query heads, cached, and mixed."""
+    dilated = hw.PerHead((hw.Window(3, after=1), hw.Dilated(3, rate=2, after=1)), (0, 0, 1, 1, 0, 1))
+    streaming = hw.PerHead((hw.Causal(), hw.Window(2) | hw.First(1)), (0, 1, 0, 1, 1, 1))
+    windows = hw.PerHead((hw.Window(2), hw.Window(4)), (0, 0, 0, 1, 1, 1))
+    birds = hw.PerHead.from_heads(hw.BigBird(7, block=2, globals=1, random=1, seed=head) for head in range(6))
+    mixes = (hw.TalkingHeads(), hw.TalkingHeads(on="weights", bias=True))
+    specs = (
+        base(pattern=dilated, bias="qkvo"),
+        base(pattern=streaming, kv=2, modifiers=(hw.Rotary(base=30.0),)),
+        base(pattern=windows, kv=3, vdim=5),
+        base(pattern=birds),
+        base(pattern=hw.PerHead((hw.Full(), hw.Window(5, after=2)), (0, 1, 1, 0, 1, 1)), source=WIDTH),
+        base(pattern=streaming, kv=6, modifiers=(hw.Alibi(),)),
+        base(pattern=streaming, kv=3, modifiers=mixes),
+    )
+    return {f"PerHead{n}": spec for n, spec in enumerate(specs)}
+
+
+EXAMPLES = examples() | patterns_per_head()
 PAIRS = pairs()
 EVERY = EXAMPLES | PAIRS
 

@@ -7,8 +7,8 @@ the choice (`headwise why`).
 `dense` is the definition in plain operations, with every score in memory. `sdpa` (torch's fused call), `flex`,
 `flash_cpu`, `bf16_matmul`, `chunked_attention` and `block_sparse` compute the same outputs in less time or memory.
 `linear_attention` keeps a recurrent state instead of keys; `routed_heads` skips closed heads; `varlen` runs packed
-sequences; `grouped_decode`, `ragged_decode` and `paged_decode` run decode steps (one query per row). `query_blocks`
-divides a call into blocks of queries for several of these backends.
+sequences; `head_groups` runs heads with different patterns; `grouped_decode`, `ragged_decode` and `paged_decode` run
+decode steps (one query per row). `query_blocks` divides a call into blocks of queries for several of these backends.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .dispatch import (
     recomputed_flops,
     unsupported_reasons_by_backend,
 )
+from .head_groups import HeadGroupDispatch, plan_dispatch, split_by_pattern
 from .linear_attention import values_per_row
 from .paged_decode import gather_pages
 from .sdpa import is_plain_softmax, softmax_args
@@ -39,6 +40,7 @@ __all__ = [
     "CoreDispatch",
     "CoreInputs",
     "CoreSteps",
+    "HeadGroupDispatch",
     "PackedDispatch",
     "backend_notes",
     "backends_by_length",
@@ -47,10 +49,12 @@ __all__ = [
     "gather_pages",
     "is_plain_softmax",
     "make_dispatch",
+    "plan_dispatch",
     "preference_order",
     "reads_cache_in_place",
     "recomputed_flops",
     "softmax_args",
+    "split_by_pattern",
     "unsupported_reasons_by_backend",
     "values_per_row",
     "varlen",

@@ -51,11 +51,24 @@ class CallReport:
     reasons_against: dict[str, list[str]]  # why a backend does not run the call: a limit, or another is faster
     length_ranges: list[tuple[int, str]]  # (least tokens of a row, backend that runs it from there on)
     notes: dict[str, list[str]]  # what a backend that supports the call does with it beyond the usual
+    groups: tuple[CallReport, ...] = ()  # the calls of heads with one pattern, where heads have several
 
     @property
     def backend(self) -> str | None:
-        """The backend that runs the call: the first without a reason against it."""
+        """The backend that runs the call: the first without a reason against it, or those of the groups of heads."""
+        if self.groups:
+            return ", ".join(dict.fromkeys(group.backend or "none" for group in self.groups))
         return next((name for name, reasons in self.reasons_against.items() if not reasons), None)
+
+    @property
+    def backends_text(self) -> str:
+        """The backends that run the call, by length where no length is given."""
+        if self.groups:
+            return "; ".join(f"{_group_text(group)}: {group.backends_text}" for group in self.groups)
+        text = self.backend or "no backend supports it"
+        if self.size is None and len(self.length_ranges) > 1:
+            text = "; ".join(f"{name} from {least:,} keys on" if least else name for least, name in self.length_ranges)
+        return text
 
     @property
     def data(self) -> dict[str, Any]:
@@ -80,6 +93,15 @@ class CallReport:
             "takeover_points": current_points().data,
             "runs": self.backend,
             "from": [{"keys": least, "runs": name} for least, name in self.length_ranges],
+            "groups": [
+                {
+                    "heads": list(group.signature.score_heads),
+                    "pattern": group.signature.pattern.text,
+                    "runs": group.backend,
+                    "from": [{"keys": least, "runs": name} for least, name in group.length_ranges],
+                }
+                for group in self.groups
+            ],
             "backends": [
                 {"name": name, "refuses": reasons, "notes": self.notes[name]}
                 for name, reasons in self.reasons_against.items()
@@ -185,7 +207,7 @@ def _call_report(call: CallSignature, tokens: str, size: CallSize | None) -> Cal
     project = spec.projection_form(single)
     call = replace(
         call,
-        core=spec.core_of(project),
+        core=spec.core_of(project) if call.head_group is None else call.core,
         single_query=single,
         has_recurrent_state=single and spec.is_recurrent,
         is_packed=call.is_packed and not single,
@@ -198,8 +220,10 @@ def _call_report(call: CallSignature, tokens: str, size: CallSize | None) -> Cal
     )
     reasons = {name: own_reasons or slower[name] for name, own_reasons in reasons.items()}
     notes = {name: [] if own_reasons else backends.backend_notes(name, call) for name, own_reasons in reasons.items()}
+    parts = backends.split_by_pattern(call) if call.head_group is None else ()
+    groups = tuple(_call_report(part, tokens, size) for part in parts if part.head_group is not None)
     form = "" if project == spec.project else repr(project)
-    return CallReport(tokens, call, size, form, reasons, backends.backends_by_length(call), notes)
+    return CallReport(tokens, call, size, form, reasons, backends.backends_by_length(call), notes, groups)
 
 
 def _title(report: CallReport) -> str:
@@ -231,6 +255,8 @@ def _packed_note(report: CallReport) -> str:
 
 def _answer(report: CallReport, name: str) -> str:
     """Which calls a backend that supports the call runs: all, those of some lengths, or none."""
+    if report.groups:
+        return "supports this call; one call per pattern is preferred"
     if report.size is not None or len(report.length_ranges) < 2:
         return "runs this call" if name == report.backend else f"supports this call; {report.backend} is preferred"
     starts = [least for least, _ in report.length_ranges]
@@ -246,12 +272,15 @@ def _length_range(least: int, end: int | None) -> str:
     return f"{least:,} to {end - 1:,}" if least else f"up to {end - 1:,}"
 
 
+def _group_text(group: CallReport) -> str:
+    heads = group.signature.score_heads
+    return f"head{'s' * (len(heads) > 1)} {', '.join(map(str, heads))} ({group.signature.pattern.text})"
+
+
 def _summary(report: CallReport) -> list[str]:
     """The kind of call, and the backends that run it by length."""
     width = max(map(len, CALL_KINDS.values()))
-    text = report.backend or "no backend supports it"
-    if report.size is None and len(report.length_ranges) > 1:
-        text = "; ".join(f"{name} from {least:,} keys on" if least else name for least, name in report.length_ranges)
+    text = report.backends_text
     text += f", as {report.form}" if report.form and report.backend else ""
     start = f"{CALL_KINDS[report.tokens].ljust(width)}  "
     return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start))

@@ -420,8 +420,8 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     reasons = sdpa.fused_call_conflicts(call)
     if call.single_query:
         reasons.append("needs more than one query per row")
-    if call.spec.pattern in (Full(), Causal()):
-        reasons.append(f"one fused call already skips every block of keys that {call.spec.pattern.text} hides")
+    if call.pattern in (Full(), Causal()):
+        reasons.append(f"one fused call already skips every block of keys that {call.pattern.text} hides")
     if "lse" in call.probed_tensors:
         reasons.append("returns a log-sum-exp for each block only")
     return reasons
@@ -430,7 +430,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
     """Why another backend is preferred at this size."""
     if _has_cpu_kernel(call) and mask_shape != "any":
-        return [f"one fused call already skips the keys of this call that {call.spec.pattern.text} hides"]
+        return [f"one fused call already skips the keys of this call that {call.pattern.text} hides"]
     return call.slower_below("block_sparse", size, "one call with a mask takes less time")
 
 
@@ -446,7 +446,7 @@ def executed_flops(call: CallSignature, size: CallSize) -> int:
 def count_formed_pairs(call: CallSignature, size: CallSize) -> int:
     """Number of computed scores per head and row of the batch; the queries are the last tokens of the keys."""
     if _has_cpu_kernel(call):
-        return query_blocks.count_batch_pairs(call.spec.pattern, *_position_ranges(call, size))
+        return query_blocks.count_batch_pairs(call.pattern, *_position_ranges(call, size))
     if size.queries <= QUERY_BLOCK_SIZE:
         return size.queries * size.keys
     return query_blocks.count_formed_pairs(call, size)

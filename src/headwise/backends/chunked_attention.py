@@ -204,12 +204,12 @@ def attend(
 ) -> Tensor:
     """Per-head outputs o_BTRV. The backward pass recomputes the scores of each block, so none are saved."""
     blocks = CallBlocks(attention_mask, inputs)
+    # Fused kernels read one mask for all heads.
+    fused_steps = steps if attention_mask.differs_by_head else steps.with_fused_kernels()
     if len(blocks.all) == 1:  # saves what `dense` saves, because recomputing a single block saves no memory
         plain = torch.is_grad_enabled() and not _can_gather_values(call)
-        return dense.attend_all_pairs(
-            call, attention_mask, inputs, steps if plain else steps.with_fused_kernels(), None
-        )
-    steps = steps.with_fused_kernels()
+        return dense.attend_all_pairs(call, attention_mask, inputs, steps if plain else fused_steps, None)
+    steps = fused_steps
     attend_block = partial(_attend_block, call, blocks.mask_of, steps)
     if torch.compiler.is_compiling():  # the compiler does not trace a gradient within a gradient, but checkpoints
         checkpointed = partial(checkpoint, attend_block, use_reentrant=False, preserve_rng_state=call.training)

@@ -14,8 +14,29 @@ from torch import Tensor
 from ..interfaces import Mix, Normaliser, Part, RecurrentPart, ScoreStep, Similarity, ValueStep, WeightStep
 from ..interfaces.core_types import CallSize, CoreShape, PartParams, Phase, QueryContext
 from ..machine.takeover_points import CALIBRATE_COMMAND, current_points, takeover_size
+from ..masking.patterns import Pattern, PerHead
 from ..masking.sequence_info import AttentionMask
 from ..spec.attention_spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Score heads of a layer that have the same pattern, if the layer has several (`PerHead`)."""
+
+    pattern: Pattern
+    score_heads: tuple[int, ...]
+
+
+def list_head_groups(spec: AttentionSpec) -> tuple[HeadGroup, ...]:
+    """The groups of score heads that can be computed apart; empty if all have one pattern, or if heads are mixed.
+
+    Heads of the core without a row of weights are in none.
+    """
+    if not isinstance(spec.pattern, PerHead) or spec.parts_of(Mix):
+        return ()
+    rows = spec.score_head_of_row
+    groups = (HeadGroup(pattern, tuple(h for h in heads if h in rows)) for pattern, heads in spec.pattern.groups)
+    return tuple(group for group in groups if group.score_heads)
 
 
 @dataclass(frozen=True)
@@ -37,6 +58,7 @@ class CallSignature:
     cache_format: str | None = None  # how cached tensors are stored, if not in `dtype`: "int8"
     is_transformed: bool = False  # inside torch.func or a forward-mode derivative, which see plain operations only
     is_packed: bool = False  # rows hold several sequences of known lengths, which are computed separately
+    head_group: HeadGroup | None = None  # the heads that this call computes, if not all
 
     heads_in_order: bool = field(init=False)  # one row of weights per query head of the core, in order
     group_size: int = field(init=False)  # query heads per key head, or 0 if the groups differ in size
@@ -47,7 +69,22 @@ class CallSignature:
         size = len(keys) // kv_heads
         is_even = keys == self.core.value_head_of_row and keys == tuple(h // size for h in range(size * kv_heads))
         object.__setattr__(self, "group_size", size if is_even else 0)
-        object.__setattr__(self, "heads_in_order", self.spec.score_head_of_row == self.spec.core_score_heads)
+        object.__setattr__(self, "heads_in_order", self.score_head_of_row == self.score_heads)
+
+    @property
+    def pattern(self) -> Pattern:
+        """The pattern of the heads that the call computes."""
+        return self.spec.pattern if self.head_group is None else self.head_group.pattern
+
+    @property
+    def score_heads(self) -> tuple[int, ...]:
+        """The score heads that the call computes, in order."""
+        return self.spec.core_score_heads if self.head_group is None else self.head_group.score_heads
+
+    @property
+    def score_head_of_row(self) -> tuple[int, ...]:
+        """The score head of each row of weights of the call."""
+        return tuple(head for head in self.spec.score_head_of_row if head in self.score_heads)
 
     def slower_below(self, point: str, size: CallSize, faster: str) -> list[str]:
         """Why another backend runs a call with few keys: `faster` takes less time below the take-over point.
@@ -132,13 +169,22 @@ class CoreSteps:
     part_weights: Sequence[PartParams]  # the weights of all these parts
     weights_unmodified: bool  # whether no part changes weights after normalisation
     pattern_text: str  # the pattern as text, which an operation registered with torch can take as an argument
+    of_groups: tuple[CoreSteps, ...] = ()  # the steps of each of `list_head_groups`
 
     @staticmethod
     def from_spec(spec: AttentionSpec, p: Mapping[str, PartParams]) -> CoreSteps:
         """Bind the parts of a spec to their weights."""
-        core = spec.core_score_heads
+        steps = CoreSteps._of_heads(spec, p, HeadGroup(spec.pattern, spec.core_score_heads))
+        groups = list_head_groups(spec)
+        return replace(steps, of_groups=tuple(CoreSteps._of_heads(spec, p, group) for group in groups))
+
+    @staticmethod
+    def _of_heads(spec: AttentionSpec, p: Mapping[str, PartParams], group: HeadGroup) -> CoreSteps:
+        core = group.score_heads
         if core != tuple(range(spec.heads.q)):
-            p = {name: SelectedHeadParams(spec, part, p[name]) for name, part in spec.parts_of(Part)}
+            p = {name: SelectedHeadParams(spec, part, p[name], core) for name, part in spec.parts_of(Part)}
+        rows = core if spec.heads.rows == spec.heads.q else spec.core_rows
+        own_rows = tuple(row for row in spec.score_head_of_row if row in rows)
         acts = {
             phase: [
                 _make_transform(spec, name, part, p[name])
@@ -148,7 +194,7 @@ class CoreSteps:
             for phase in (Phase.SCORES, Phase.WEIGHTS)
         }
         mixed = any(isinstance(part, Mix) and part.phase is Phase.WEIGHTS for _, part in spec.parts())
-        every = mixed or spec.score_head_of_row == spec.core_rows
+        every = mixed or own_rows == rows
         return CoreSteps(
             similarity=spec.similarity,
             similarity_p=p["similarity"],
@@ -158,13 +204,13 @@ class CoreSteps:
             normaliser_p=p["normaliser"],
             normalise=spec.normaliser.normalise,
             gather_values=None,
-            weights_unmodified=has_unmodified_weights(spec),
+            weights_unmodified=own_rows == rows and has_unmodified_weights(spec),
             weights=acts[Phase.WEIGHTS],
             values=[(step, p[name]) for name, step in spec.parts_of(ValueStep)],
             elementwise=[(step, p[name]) for name, step in spec.parts_of(ScoreStep)],
-            selected_rows=None if every else tuple(spec.core_rows.index(head) for head in spec.score_head_of_row),
+            selected_rows=None if every else tuple(rows.index(row) for row in own_rows),
             part_weights=[p[name] for name, part in spec.parts() if isinstance(part, CORE_PART_TYPES)],
-            pattern_text=spec.pattern.text,
+            pattern_text=group.pattern.text,
         )
 
     def with_fused_kernels(self) -> CoreSteps:
@@ -187,15 +233,23 @@ class CoreSteps:
 
 
 class SelectedHeadParams:
-    """`PartParams` of one part with the score heads of the core only, of a layer that projects queries of others too.
+    """`PartParams` of one part for some of its score heads: those of the core, or of a group with one pattern.
 
     They are selected in every call, so that training changes the weights of the layer.
     """
 
-    def __init__(self, spec: AttentionSpec, part: Part, every: PartParams) -> None:
-        self.every, self.heads = every, spec.core_score_heads
-        self.layouts = {name: param.layout for name, param in part.params(spec).items()}
-        self.sizes: Mapping[str, int] = {**every.sizes, "q": len(self.heads)}
+    def __init__(self, spec: AttentionSpec, part: Part, every: PartParams, heads: tuple[int, ...]) -> None:
+        self.every, self.heads = every, heads
+        self.sizes: Mapping[str, int] = {**every.sizes, "q": len(heads)}
+        layouts = {name: param.layout for name, param in part.params(spec).items()}
+        # Shapes are found here, because compiled graphs call the other methods and cannot trace layouts.
+        self._shapes = {
+            name: (layout.axes.index("q"), layout.unmerged_shape(every.sizes), layout.shape(self.sizes))
+            for name, layout in layouts.items()
+            if "q" in layout.axes
+        }
+        self._by_head = {name: layout.dims[:1] == (("q",),) for name, layout in layouts.items()}
+        self._is_scalar = {name: layout.axes == ("q",) for name, layout in layouts.items()}
 
     @property
     def training(self) -> bool:
@@ -203,25 +257,24 @@ class SelectedHeadParams:
         return self.every.training
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor, layout = self.every[name], self.layouts[name]
-        if "q" not in layout.axes:
+        tensor = self.every[name]
+        if name not in self._shapes:
             return tensor
-        opened = tensor.reshape(layout.unmerged_shape(self.every.sizes))
-        selected = opened.index_select(layout.axes.index("q"), torch.tensor(self.heads, device=tensor.device))
-        return selected.reshape(layout.shape(self.sizes))
+        axis, every_shape, shape = self._shapes[name]
+        index = torch.tensor(self.heads, device=tensor.device)
+        return tensor.reshape(every_shape).index_select(axis, index).reshape(shape)
 
     def __contains__(self, name: str) -> bool:
         return name in self.every
 
     def head(self, h: Any) -> Mapping[str, Tensor]:
         """All tensors; those with a leading axis of score heads are indexed by h, a head of the core."""
-        return {name: self[name][h] if at.dims[:1] == (("q",),) else self[name] for name, at in self.layouts.items()}
+        return {name: self[name][h] if by_head else self[name] for name, by_head in self._by_head.items()}
 
     def broadcast_over_scores(self) -> Mapping[str, Tensor]:
         """All tensors; those with one number per score head are shaped [H, 1, 1], to broadcast over s_BHTS."""
-        return {
-            name: self[name][:, None, None] if at.axes == ("q",) else self[name] for name, at in self.layouts.items()
-        }
+        scalars = self._is_scalar.items()
+        return {name: self[name][:, None, None] if is_scalar else self[name] for name, is_scalar in scalars}
 
     def trainable(self) -> list[Tensor]:
         """All parameters of the part."""
@@ -281,7 +334,10 @@ def _add_pair_bias(part: Mix, p: PartParams, a: Tensor, attention_mask: Attentio
     if bias is None:
         return a
     bias_H11 = bias.to(a.dtype)[:, None, None]
-    return a + (bias_H11 if part.phase is Phase.SCORES else torch.where(attention_mask.allowed, bias_H11, 0.0))
+    if part.phase is Phase.SCORES:
+        return a + bias_H11
+    # Mixed weights have the keys of all heads.
+    return a + torch.where(attention_mask.allowed.any(1, keepdim=True), bias_H11, 0.0)
 
 
 def _apply_score_step(

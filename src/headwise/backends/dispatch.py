@@ -23,6 +23,7 @@ from ..errors import NoBackend, suggest
 from ..interfaces.core_types import CallSize, Probe
 from ..kernels.varlen_attention import VARLEN_KERNELS
 from ..machine.takeover_points import takeover_size
+from ..masking.patterns import PerHead
 from ..masking.sequence_info import AttentionMask, mask_shape
 from . import (
     bf16_matmul,
@@ -61,6 +62,7 @@ BACKENDS: dict[str, ModuleType] = {
 SLOWER_THAN_DENSE_IF_SHORT = ("sdpa", "bf16_matmul", "flash_cpu", "block_sparse")
 # Take-over points that are numbers of keys.
 POINTS_IN_KEYS = ("block_sparse", "linear", "routed", "flash_cpu", "bf16_matmul", "bf16_matmul_gradients")
+MASK_PER_HEAD_BACKENDS = ("chunked", "dense")  # those that support heads with different patterns in one call
 LONGEST = CallSize(1, 2**62, 2**62, 2**62)  # a size beyond every finite take-over point
 MAX_COUNTED_KEYS = 2**14  # keys up to which the pairs of a pattern are counted to know the shape of its mask
 MAX_DENSE_LENGTH = 32  # tokens of a packed sequence up to which plain operations take less time on a CPU
@@ -249,7 +251,7 @@ def recomputed_flops(backend: ModuleType, call: CallSignature, size: CallSize, c
 
 def contiguous_mask_shape(call: CallSignature, size: CallSize) -> str:
     """The `AttentionMask.shape` of a call whose queries are the last of its keys, or come from another sequence."""
-    pattern = call.spec.pattern
+    pattern = call.pattern
     if size.keys > MAX_COUNTED_KEYS:
         first, last = pattern.retention
         return "triangle" if last is not None and first + last >= size.keys == size.queries else "any"
@@ -258,7 +260,7 @@ def contiguous_mask_shape(call: CallSignature, size: CallSize) -> str:
 
 
 def _deciding_lengths(call: CallSignature) -> list[int]:
-    first, last = call.spec.pattern.retention
+    first, last = call.pattern.retention
     sizes = [takeover_size(point) for point in POINTS_IN_KEYS]
     if per_token := ragged_decode.bytes_per_token(call):
         sizes.append(ragged_decode.min_bytes(call) / per_token)
@@ -274,6 +276,8 @@ def _is_last_resort(name: str, call: CallSignature) -> bool:
 
 
 def _unique_reasons(name: str, call: CallSignature) -> list[str]:
+    if isinstance(call.pattern, PerHead) and name not in MASK_PER_HEAD_BACKENDS:
+        return ["runs heads with one pattern, and these have several"]
     return list(dict.fromkeys(BACKENDS[name].unsupported_reasons(call)))
 
 

@@ -54,7 +54,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
     """FLOPs of whole tiles of queries, each with all keys up to that of its last query."""
-    ahead = size.keys - size.queries if call.spec.pattern == Causal() and call.spec.source is None else None
+    ahead = size.keys - size.queries if call.pattern == Causal() and call.spec.source is None else None
     shape = FlashAttentionShape(
         size.batch, size.queries, len(call.core.key_head_of_query), size.keys, _num_kernel_kv_heads(call)
     )

@@ -27,8 +27,10 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     spec, reasons = call.spec, []
     if spec.recurrent_part is None:
         reasons.append("no part of the spec has a recurrent form (linear attention)")
-    if not call.has_recurrent_state and spec.pattern not in (Causal(), Full()):
-        reasons.append(f"a recurrent state cannot forget tokens, as {spec.pattern.text} must")
+    if not call.has_recurrent_state and call.pattern not in (Causal(), Full()):
+        reasons.append(f"a recurrent state cannot forget tokens, as {call.pattern.text} must")
+    if call.head_group is not None:
+        reasons.append("a recurrent state has all heads of a layer")
     if call.has_caller_mask:
         reasons.append("does not support a mask given by the caller")
     if unseen := sorted(call.probed_tensors & {"scores", "weights", "lse"}):
@@ -55,7 +57,7 @@ def executed_flops(call: CallSignature, size: CallSize) -> int:
     queries, keys = size.queries, size.keys
     if call.has_recurrent_state:
         pairs, state_updates, state_reads = queries * queries, 0, queries
-    elif call.spec.pattern == Full() or queries == keys == 1:
+    elif call.pattern == Full() or queries == keys == 1:
         pairs, state_updates, state_reads = 0, keys, queries
     elif call.spec.source is not None:  # the order of queries and source tokens depends on the data: one chunk
         pairs, state_updates, state_reads = queries * keys, 0, 0
@@ -81,8 +83,8 @@ def empty_state(spec: AttentionSpec, batch: int, dtype: torch.dtype, device: tor
 
 def values_per_row(inputs: CoreInputs, call: CallSignature) -> tuple[Tensor, Tensor]:
     """Keys k_BRSK and values v_BRSV of each row of weights."""
-    core = dict(zip(call.spec.core_score_heads, call.core.key_head_of_query, strict=True))
-    keys = tuple(core[head] for head in call.spec.score_head_of_row)
+    core = dict(zip(call.score_heads, call.core.key_head_of_query, strict=True))
+    keys = tuple(core[head] for head in call.score_head_of_row)
     return expand_kv_heads(inputs.k, keys), expand_kv_heads(inputs.v, call.core.value_head_of_row)
 
 

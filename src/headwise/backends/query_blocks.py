@@ -152,7 +152,7 @@ def count_formed_pairs(call: CallSignature, size: CallSize) -> int:
         return size.queries * size.keys
     # Positions of a source start at 0, as those of the queries.
     first = size.keys - size.queries if call.spec.source is None else 0
-    return sum_block_pairs(call.spec.pattern, range(first, first + size.queries), range(size.keys))
+    return sum_block_pairs(call.pattern, range(first, first + size.queries), range(size.keys))
 
 
 def sum_block_pairs(pattern: Pattern, queries: range, keys: range) -> int:
@@ -204,7 +204,7 @@ class CallBlocks:
     def mask_of(self, block: QueryBlock) -> AttentionMask:
         """The attention mask of one block."""
         mask = self.attention_mask
-        queries, keys = _slice_sequence(mask.queries, (block.queries,)), _slice_sequence(mask.keys, block.keys)
+        queries, keys = slice_sequence(mask.queries, (block.queries,)), slice_sequence(mask.keys, block.keys)
         return AttentionMask(queries, keys, mask.pattern)
 
     def inputs_of(self, block: QueryBlock) -> CoreInputs:
@@ -219,20 +219,21 @@ def slice_inputs(inputs: CoreInputs, block: QueryBlock) -> CoreInputs:
     context = context._replace(
         x_BTD=context.x_BTD[:, rows.start : rows.stop],
         q_BTHK=context.q_BTHK[:, rows.start : rows.stop],
-        sequence=_slice_sequence(context.sequence, (rows,)),
+        sequence=slice_sequence(context.sequence, (rows,)),
     )
-    entries = {name: _slice_rows(entry, block.keys) for name, entry in key_entries.items()}
+    entries = {name: slice_rows(entry, block.keys) for name, entry in key_entries.items()}
     q = q[:, rows.start : rows.stop]
-    return CoreInputs(q, _slice_rows(k, block.keys), _slice_rows(v, block.keys), context, entries, state)
+    return CoreInputs(q, slice_rows(k, block.keys), slice_rows(v, block.keys), context, entries, state)
 
 
-def _slice_sequence(tokens: SequenceInfo, ranges: Sequence[range]) -> SequenceInfo:
-    position, segment = (_slice_rows(t, ranges) for t in (tokens.position, tokens.segment))
+def slice_sequence(tokens: SequenceInfo, ranges: Sequence[range]) -> SequenceInfo:
+    """The positions of some ranges of tokens."""
+    position, segment = (slice_rows(t, ranges) for t in (tokens.position, tokens.segment))
     start = tokens.start + ranges[0].start if tokens.start is not None and len(ranges) == 1 else None
     return SequenceInfo(position, segment, start, checked=True)
 
 
-def _slice_rows(t: Tensor, ranges: Sequence[range]) -> Tensor:
+def slice_rows(t: Tensor, ranges: Sequence[range]) -> Tensor:
     """Rows of dimension 1; a view if they are one range."""
     if len(ranges) == 1:
         return t[:, ranges[0].start : ranges[0].stop]

@@ -297,6 +297,8 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         reasons.append("no gate closes heads exactly (routing)")
     elif not any(_open_shares(call)):
         reasons.append("gradients pass the gates of closed heads, so their outputs are needed")
+    elif call.head_group is not None:
+        reasons.append("packs all heads of a layer, which must have the same pattern")
     if any(isinstance(part, ScoreStep) for _, part in spec.parts()) or not isinstance(spec.normaliser, Softmax):
         reasons.append("needs a plain softmax over scaled dot products, with nothing added")
     if any(
@@ -304,8 +306,8 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         for _, step in spec.parts_of(OutputStep)
     ):
         reasons.append("an output step combines heads before the gates")
-    if spec.pattern not in (Full(), Causal()):
-        reasons.append(f"{spec.pattern.text} hides keys, which saves as much without packing heads")
+    if call.pattern not in (Full(), Causal()):
+        reasons.append(f"{call.pattern.text} hides keys, which saves as much without packing heads")
     if call.single_query:
         reasons.append("for a single query, computing all heads is faster")
     if call.is_compiling:
@@ -345,7 +347,7 @@ tensor_conflicts = no_tensor_conflicts
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
     """FLOPs if every head is open for its gate's share of the tokens, evenly spaced."""
-    shares, causal = min(filter(None, _open_shares(call)), key=sum), call.spec.pattern == Causal()
+    shares, causal = min(filter(None, _open_shares(call)), key=sum), call.pattern == Causal()
     formed = _pairs_of_work_items if _has_kernel(call) else _pairs_of_chunks
     pairs = sum(formed(share * call.group_size, size, causal) for share in _share_per_kv_head(shares, call.group_size))
     return int(call.core.flops(size.batch) * pairs / len(call.core.key_head_of_query))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..interfaces import Mix, ScoreStep, ValueStep
 from ..interfaces.core_types import CallSize, Probe
-from ..masking.patterns import Causal, Full
+from ..masking.patterns import Causal, Full, PerHead
 from ..masking.sequence_info import AttentionMask
 from ..parts.dot_product import Dot
 from ..parts.sink_softmax import SinkSoftmax
@@ -53,6 +53,8 @@ def fused_call_conflicts(call: CallSignature) -> list[str]:
             reasons.append(f"{name} needs the weights")
         elif isinstance(part, WeightDropout) and call.training and part.rate > 0:
             reasons.append(f"{name} needs dropout on weights, which only chunked and dense apply")
+    if isinstance(call.pattern, PerHead):
+        reasons.append("needs the same pattern for all heads")
     if call.is_transformed:
         reasons.append("does not support torch.func and forward-mode derivatives")
     if call.has_caller_mask:
@@ -71,8 +73,8 @@ def plain_softmax_conflicts(call: CallSignature) -> list[str]:
     spec, reasons = call.spec, fused_call_conflicts(call)
     if any(isinstance(part, ScoreStep) for _, part in spec.parts()) or not isinstance(spec.normaliser, Softmax):
         reasons.append("needs a plain softmax over scaled dot products, with nothing added")
-    if spec.pattern not in (Full(), Causal()):
-        reasons.append(f"{spec.pattern.text} hides keys whose scores it would compute")
+    if call.pattern not in (Full(), Causal()):
+        reasons.append(f"{call.pattern.text} hides keys whose scores it would compute")
     return reasons
 
 

@@ -51,8 +51,15 @@ class SlotCache(KVCache):
             if self.uniform:
                 self._write_pending_positions(self.used)
             return self.tokens
-        num_filled = min(self.used, self.slots)
-        return SequenceInfo(self.tokens.position, self.tokens.segment, checked=True, num_visible=num_filled)
+        num_filled, position, segment = min(self.used, self.slots), self.tokens.position, self.tokens.segment
+        # A compiled step keeps the empty slots, which are not tokens at consecutive positions.
+        start = None if torch.compiler.is_compiling() else self._first_position
+        return SequenceInfo(position, segment, start, checked=True, num_visible=num_filled)
+
+    @property
+    @abstractmethod
+    def _first_position(self) -> int | None:
+        """Return the position in the first slot if uniform rows have consecutive positions, else None."""
 
     @property
     def _reads_all(self) -> bool:
@@ -143,6 +150,10 @@ class ContiguousCache(SlotCache):
     def _retained_positions(self) -> Pattern:
         return Causal()
 
+    @property
+    def _first_position(self) -> int | None:
+        return 0
+
     def _slot(self, new_tokens: SequenceInfo) -> Tensor:
         live = new_tokens.is_real.expand(self.batch, -1)
         return torch.where(live, self._filled[:, None] + live.cumsum(1) - 1, self.slots)
@@ -224,6 +235,10 @@ class RingCache(SlotCache):
 
     def _retained_positions(self) -> Pattern:
         return Window(self.last) | First(self.first) if self.first else Window(self.last)
+
+    @property
+    def _first_position(self) -> int | None:
+        return None
 
     def _slot(self, new_tokens: SequenceInfo) -> Tensor:
         position = new_tokens.position.expand(self.batch, -1)

@@ -40,7 +40,7 @@ PRESETS = [
     "linear",
     "performer",
 ]
-PRESETS += ["longformer", "bigbird", "kha", "average"]
+PRESETS += ["longformer", "longformer_dilated", "streaming_retrieval", "bigbird", "kha", "average"]
 DESCRIPTION_SUFFIXES = (".toml", ".json")  # specs and models without weights
 MAX_FILE_BYTES = 2**20  # largest spec file that is read; a spec is about a page of text
 ASCII_FALLBACKS = str.maketrans("█▒·─–—×−→≤≥²…", "#+.---x-><>2.")

@@ -3,8 +3,9 @@
 In reading order:
 
 - `workload` describes forward calls, `flops` counts them term by term (`symbolic_int` keeps the formula of every
-  number), `weight_storage` gives the bytes of weights as stored, quantised ones with their scales, and `roofline`
-  turns FLOPs and bytes into a lower bound of the time on a device whose memory holds them;
+  number, `pairs_per_head` sums over heads with different patterns), `weight_storage` gives the bytes of weights as
+  stored, quantised ones with their scales, and `roofline` turns FLOPs and bytes into a lower bound of the time on a
+  device whose memory holds them;
 - `cost_report` collects this in the tables of `hw.cost` and `headwise cost` (`cost_csv` as CSV); `cost_vs_length`
   finds the lengths at which one spec becomes cheaper than another; `cost_plots` draws charts; `size_matching` finds
   sizes of equal cost;
@@ -23,9 +24,11 @@ from dataclasses import replace
 
 from ..errors import SpecError
 from ..interfaces.core_types import CallSize
+from ..masking.patterns import count_pairs_by_head
 from ..model_spec import ModelSpec
 from ..spec.attention_spec import AttentionSpec
 from .flops import CostTerm
+from .pairs_per_head import pairs_over_heads
 
 __all__ = [
     "CostTerm",
@@ -96,12 +99,13 @@ def cache_bytes(
 def required_flops(spec: AttentionSpec, work: CallSize) -> int:
     """FLOPs that the spec requires: projections, and the core over the query-key pairs that the pattern allows."""
     spec = replace(spec, project=spec.projection_form(work.queries == 1))
-    return _flops_outside_core(spec, work) + spec.core.flops(work.batch * work.pairs)
+    scores, values = pairs_over_heads(spec, work)
+    return _flops_outside_core(spec, work) + 2 * work.batch * (scores * spec.core.score_dim + values * spec.core.vdim)
 
 
 def counted_flops(spec: AttentionSpec, work: CallSize) -> int:
     """FLOPs of a dense forward pass as `FlopCounterMode` counts them: all queries times all keys, masked or not."""
-    return required_flops(spec, replace(work, pairs=work.queries * work.keys))
+    return required_flops(spec, work.with_pairs(work.queries * work.keys))
 
 
 def executed_flops(spec: AttentionSpec, work: CallSize, core_flops: int) -> int:
@@ -129,5 +133,4 @@ def self_attention_work(spec: AttentionSpec, *, batch: int, queries: int, past: 
     if not (batch >= 0 and queries >= 0 and past >= 0):
         raise SpecError(f"batch, queries and past must be >= 0, got batch={batch}, queries={queries}, past={past}")
     keys = past + queries
-    pairs = spec.pattern.pairs(range(past, keys), range(keys))
-    return CallSize(batch, queries, queries, keys, pairs)
+    return CallSize(batch, queries, queries, keys, *count_pairs_by_head(spec.pattern, range(past, keys), range(keys)))

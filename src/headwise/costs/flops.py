@@ -17,14 +17,15 @@ from typing import NamedTuple
 
 import torch
 
-from ..backends import CallSignature, choose_backend, linear_attention, recomputed_flops
+from ..backends import CallSignature, choose_backend, linear_attention, recomputed_flops, split_by_pattern
 from ..interfaces import Modifier, Part
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CallSize, CoreShape, Phase
-from ..masking.patterns import Pattern
+from ..masking.patterns import Pattern, count_pairs_by_head
 from ..model_spec import BlockSpec, EmbeddingSpec, ExpertsSpec, ModelSpec, OutputHeadSpec, StackSpec, WeightSpec
 from ..model_spec.components import add_prefix
 from ..spec.attention_spec import AttentionSpec
+from .pairs_per_head import pairs_over_heads, patterns_of_kv_heads
 from .symbolic_int import SymbolicInt, formula, formula_as_factor, name_sizes
 from .weight_storage import (
     SINGLE_LAYER,
@@ -141,9 +142,8 @@ def _symbolic_sizes(work: CallSize) -> CallSize:
     """Name the sizes of a call, except those that are symbolic already."""
     names = {"batch": "B", "queries": "T", "new_tokens": "new", "keys": "S", "pairs": "pairs"}
     sizes = {name: (getattr(work, name), letter) for name, letter in names.items()}
-    return CallSize(
-        **{n: size if isinstance(size, SymbolicInt) else SymbolicInt.of(size, a) for n, (size, a) in sizes.items()}
-    )
+    symbols = {n: size if isinstance(size, SymbolicInt) else SymbolicInt.of(size, a) for n, (size, a) in sizes.items()}
+    return replace(work, **symbols)
 
 
 def _name_axis_sizes(spec: AttentionSpec, sizes: dict[str, int]) -> dict[str, int]:
@@ -176,13 +176,14 @@ def _cached_layouts(spec: AttentionSpec) -> Iterator[tuple[str, Part, Mapping[st
 
 def _core_products(spec: AttentionSpec, work: CallSize) -> Iterator[MatrixProduct]:
     core: CoreShape = spec.core_of(spec.project)
-    rows = SymbolicInt.of(len(core.value_head_of_row), "row")
-    heads = SymbolicInt.of(spec.num_core_heads, "q" if spec.num_core_heads == spec.heads.q else "row")
-    pairs = work.batch * work.pairs
-    scores = 2 * pairs * heads * _symbol_of_size(core.score_dim, "dim")
-    yield MatrixProduct("core (scores)", scores)
+    if work.head_pairs:
+        scores, values = (SymbolicInt.of(pairs, "head_pairs") for pairs in pairs_over_heads(spec, work))
+    else:
+        heads = SymbolicInt.of(spec.num_core_heads, "q" if spec.num_core_heads == spec.heads.q else "row")
+        scores, values = work.pairs * heads, work.pairs * SymbolicInt.of(len(core.value_head_of_row), "row")
+    yield MatrixProduct("core (scores)", 2 * work.batch * scores * _symbol_of_size(core.score_dim, "dim"))
     yield MatrixProduct(
-        "core (values)", 2 * pairs * rows * _symbol_of_size(core.vdim, "vdim"), value_grad_factors(spec, core)
+        "core (values)", 2 * work.batch * values * _symbol_of_size(core.vdim, "vdim"), value_grad_factors(spec, core)
     )
 
 
@@ -259,11 +260,16 @@ class AttentionComponent:
         batch, new, past, source, mode = call.encoder_call if self.before_last_stack else call
         pattern, queries = self.spec.pattern, range(past, past + new)
         if self.role == "cross" and mode == "steps":
-            return CallSize(batch, new, 0, new * source, pattern.pairs(queries, range(source)))
+            return CallSize(batch, new, 0, new * source, *count_pairs_by_head(pattern, queries, range(source)))
         if self.role == "cross":
-            return CallSize(batch, new, source, source, pattern.pairs(queries, range(source)))
+            return CallSize(batch, new, source, source, *count_pairs_by_head(pattern, queries, range(source)))
         keys = _cached_tokens_read(pattern, past, new) if mode == "steps" else past + new
-        return CallSize(batch, new, new, keys, pattern.pairs(queries, range(past + new)))
+        return CallSize(batch, new, new, keys, *count_pairs_by_head(pattern, queries, range(past + new)))
+
+    def key_reads(self, call: ForwardCall) -> tuple[int, ...]:
+        """The number of keys that one row reads: of each key-value head, or one number for all of them."""
+        patterns = patterns_of_kv_heads(self.spec)
+        return tuple(replace(self, spec=replace(self.spec, pattern=pattern)).work(call).keys for pattern in patterns)
 
     def required_products(self, call: ForwardCall) -> Iterator[MatrixProduct]:
         """The required products: allowed pairs only, or linear attention's running sums where the spec permits them."""
@@ -290,23 +296,32 @@ class AttentionComponent:
         if self._call_signature(call).has_recurrent_state:
             return None
         rectangle = work.keys if call.mode == "steps" else work.queries * work.keys
-        return list(list_products(self._executed_spec(call), replace(work, pairs=rectangle)))
+        return list(list_products(self._executed_spec(call), work.with_pairs(rectangle)))
 
     def executed_flops(self, call: ForwardCall, on: ExecutionTarget) -> int:
         """FLOPs that the backend executes which the layer would choose on this target."""
-        signature, work = self._call_signature(call, on), self.work(call)
-        core = _executed_core_flops(choose_backend(signature, work), signature, work, call)
+        core = sum(part.flops for part in self._executed_cores(self._call_signature(call, on), call))
         return core + sum(product.flops for product in self._products_outside_core(call, core))
 
     def executed_backward_flops(self, call: ForwardCall, on: ExecutionTarget) -> int:
         """FLOPs that the backend executes in the backward pass, including scores that it recomputes there."""
         signature = replace(self._call_signature(call, on), needs_grad=True, training=True)
-        work = self.work(call)
-        backend = choose_backend(signature, work)
-        core = _executed_core_flops(backend, signature, work, call)
+        parts = list(self._executed_cores(signature, call))
+        core = sum(part.flops for part in parts)
         outside = sum(product.num_grad_factors * product.flops for product in self._products_outside_core(call, core))
-        recomputed = recomputed_flops(backend, signature, work, core)
+        recomputed = sum(recomputed_flops(part.backend, part.call, part.work, part.flops) for part in parts)
         return outside + core * value_grad_factors(self.spec, signature.core) + recomputed
+
+    def _executed_cores(self, signature: CallSignature, call: ForwardCall) -> Iterator[ExecutedCore]:
+        """Yield each call of a backend that computes the core: one for each pattern of the heads."""
+        for part in split_by_pattern(signature):
+            work = self.work(call)
+            if part.head_group is not None and call.mode == "steps" and self.role == "attention":
+                # One query reads the keys of its own pattern, unless the slots of the cache are used again.
+                own_work = replace(self, spec=replace(self.spec, pattern=part.pattern)).work(call)
+                work = own_work if self.spec.pattern.retention.last is None else replace(own_work, keys=work.keys)
+            backend = choose_backend(part, work)
+            yield ExecutedCore(backend, part, work, _executed_core_flops(backend, part, work, call))
 
     def weights_read(self, call: ForwardCall) -> list[WeightSpec]:
         """The tensors that the call reads: all, except projections that no token of the call passes through."""
@@ -340,8 +355,17 @@ class AttentionComponent:
             pairs = core // flops_per_pair
         else:
             pairs = work.keys if call.mode == "steps" else work.queries * work.keys
-        products = list_products(spec, replace(work, pairs=pairs))
+        products = list_products(spec, work.with_pairs(pairs))
         return (product for product in products if not product.name.startswith("core"))
+
+
+class ExecutedCore(NamedTuple):
+    """One call of a backend within a layer's core, and the FLOPs that it executes."""
+
+    backend: ModuleType
+    call: CallSignature
+    work: CallSize
+    flops: int
 
 
 def _cached_tokens_read(pattern: Pattern, past: int, steps: int) -> int:

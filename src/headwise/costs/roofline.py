@@ -472,7 +472,8 @@ def _cached_bytes_read(component: AttentionComponent, work: CallSize, call: Forw
     if spec.is_recurrent and call.mode == "steps":
         return 2 * cached * max(number_bytes, 4) * work.queries
     per_token = heads.kv * heads.dim + heads.num_value_heads * heads.vdim if spec.is_recurrent else cached
-    return work.keys * number_bytes * per_token
+    reads = component.key_reads(call)
+    return sum(reads) * number_bytes * per_token // len(reads)
 
 
 # --- Memory of a device ------------------------------------------------------------------------------------

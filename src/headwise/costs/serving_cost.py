@@ -15,6 +15,7 @@ from ..backends import CallSignature, linear_attention
 from ..errors import SpecError
 from ..interfaces.core_types import CallSize
 from ..masking.key_intervals import KeyRetention
+from ..masking.patterns import count_pairs_by_head
 from ..model_spec import ModelSpec, WeightSpec
 from ..spec.attention_spec import AttentionSpec
 from . import required_flops, self_attention_work
@@ -31,6 +32,7 @@ from .kv_cache_memory import (
     state_bytes,
     weight_memory,
 )
+from .pairs_per_head import patterns_of_kv_heads
 from .roofline import (
     DEFAULT_FORMATS,
     Device,
@@ -71,7 +73,7 @@ def chunk_cost(layers: AttentionGroup, request: RequestChunk, formats: NumberFor
     """
     spec, single_query = layers.spec, request.tokens == 1
     work = _attention_work(layers, request)
-    weight_flops = required_flops(spec, replace(work, pairs=0))
+    weight_flops = required_flops(spec, work.with_pairs(0))
     core = spec.core_of(spec.projection_form(single_query))
     signature = CallSignature(
         spec,
@@ -109,14 +111,13 @@ def prefix_bytes_read(layers: AttentionGroup, request: RequestChunk, count: int,
     if layers.kv_source != "own" or layers.spec.is_recurrent:
         return 0
     end = request.past + request.tokens
-    num_keys = _num_keys_read(layers.spec, range(request.past, end), range(min(count, end)))
-    return cache_bytes_per_token(layers.spec, formats.cache) * num_keys
+    return _key_bytes_read(layers.spec, range(request.past, end), range(min(count, end)), formats)
 
 
 def flops_by_part(spec: AttentionSpec, request: RequestChunk) -> dict[str, int]:
     """FLOPs with weights of one request chunk, by part; they add up to `chunk_cost(...).weight_flops`."""
     executed_spec = replace(spec, project=spec.projection_form(request.tokens == 1))
-    work = replace(_attention_work(AttentionGroup("attention", spec), request), pairs=0)
+    work = _attention_work(AttentionGroup("attention", spec), request).with_pairs(0)
     flops: dict[str, int] = {}
     for name, part in executed_spec.parts():
         sizes = executed_spec.sizes_of(part)
@@ -129,8 +130,10 @@ def flops_by_part(spec: AttentionSpec, request: RequestChunk) -> dict[str, int]:
 def _attention_work(layers: AttentionGroup, request: RequestChunk) -> CallSize:
     if layers.kv_source == "own":
         return self_attention_work(layers.spec, batch=1, queries=request.tokens, past=request.past)
-    pairs = layers.spec.pattern.pairs(range(request.past, request.past + request.tokens), range(request.source))
-    return CallSize(1, request.tokens, 0, request.source, pairs)
+    queries = range(request.past, request.past + request.tokens)
+    return CallSize(
+        1, request.tokens, 0, request.source, *count_pairs_by_head(layers.spec.pattern, queries, range(request.source))
+    )
 
 
 def _cache_bytes_read(layers: AttentionGroup, request: RequestChunk, formats: NumberFormats) -> int:
@@ -141,11 +144,14 @@ def _cache_bytes_read(layers: AttentionGroup, request: RequestChunk, formats: Nu
         return 2 * state_bytes(spec, formats.cache) + new_kv_bytes
     end = request.past + request.tokens
     keys = range(end if layers.kv_source == "own" else request.source)
-    return cache_bytes_per_token(spec, formats.cache) * _num_keys_read(spec, range(request.past, end), keys)
+    return _key_bytes_read(spec, range(request.past, end), keys, formats)
 
 
-def _num_keys_read(spec: AttentionSpec, queries: range, keys: range) -> int:
-    return sum(len(interval) for interval in spec.pattern.visible_keys(queries, keys))
+def _key_bytes_read(spec: AttentionSpec, queries: range, keys: range, formats: NumberFormats) -> int:
+    """Bytes of the keys, with their values, that some query head of each key-value head attends to."""
+    patterns = patterns_of_kv_heads(spec)
+    num_keys = sum(len(interval) for pattern in patterns for interval in pattern.visible_keys(queries, keys))
+    return cache_bytes_per_token(spec, formats.cache) * num_keys // len(patterns)
 
 
 # --- Steps of a batch of requests ----------------------------------------------------------------------

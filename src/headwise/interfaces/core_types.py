@@ -13,7 +13,7 @@ output head, as differential attention does with two.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -90,7 +90,8 @@ class CallSize:
     """The sizes of one forward call.
 
     `batch` rows; and for one row: `queries`, `new_tokens` written to the cache, `keys` to attend to, and `pairs`, the
-    number of (query, key) pairs that the pattern allows (default: all of them).
+    number of (query, key) pairs that the pattern allows (default: all of them). If heads have different patterns,
+    `head_pairs` has the number of each head, and `pairs` is that of the pairs which some head allows.
     """
 
     batch: int
@@ -98,10 +99,15 @@ class CallSize:
     new_tokens: int
     keys: int
     pairs: int = -1
+    head_pairs: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.pairs < 0:
             object.__setattr__(self, "pairs", self.queries * self.keys)
+
+    def with_pairs(self, pairs: int) -> CallSize:
+        """A copy in which every head has this number of pairs."""
+        return replace(self, pairs=pairs, head_pairs=())
 
     def tokens(self, applied: str | None) -> int:
         """The number of tokens in this call that are multiplied with a parameter whose field `applied` is this."""

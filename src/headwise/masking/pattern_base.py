@@ -6,10 +6,10 @@ import ast
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import reduce
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, Protocol, cast, final, runtime_checkable
 
 from ..errors import SpecError, suggest
 from .key_intervals import (
@@ -65,10 +65,10 @@ def _build_call(name: str, args: list[ast.expr], keywords: list[ast.keyword], fu
         raise SpecError(f"unknown pattern {name!r}; {suggest(name, functions)}")
     signature = inspect.signature(functions[name])
     try:
-        named = {keyword.arg or "**": _literal(keyword.value) for keyword in keywords}
+        named = {keyword.arg or "**": _argument(keyword.value, functions) for keyword in keywords}
         if len(named) < len(keywords):  # ast.parse accepts repeated keywords
             raise TypeError("a keyword is repeated")
-        bound = signature.bind(*map(_literal, args), **named)
+        bound = signature.bind(*(_argument(arg, functions) for arg in args), **named)
     except (TypeError, ValueError) as error:
         usage = signature.replace(
             parameters=[field.replace(annotation=field.empty) for field in signature.parameters.values()],
@@ -95,8 +95,11 @@ class Drawable(Protocol):
 def draw_pattern(pattern: Drawable, queries: int, keys: int) -> str:
     """The mask as text: one row per query, one column per key, and a legend with the number of allowed pairs.
 
-    With more than 64 queries or keys, a character stands for a square of pairs, as the legend explains.
+    With more than 64 queries or keys, a character stands for a square of pairs, as the legend explains. Patterns per
+    head are drawn one after the other.
     """
+    if isinstance(pattern, PerHead):
+        return "\n\n".join(f"{_heads_text(heads)}: {draw_pattern(one, queries, keys)}" for one, heads in pattern.groups)
     if min(queries, keys) < 1:
         raise SpecError(f"cannot draw {queries} queries and {keys} keys; use at least 1 of each")
     side = -(-max(queries, keys) // MAX_DRAWN_CELLS)
@@ -130,10 +133,17 @@ def _legend(pattern: Drawable, queries: int, keys: int, side: int) -> str:
     return f"each character is {side} x {side} pairs: {FULL} all, {PART} some, {NONE} none allowed\n{counts}"
 
 
-def _literal(node: ast.expr) -> Any:
+def _heads_text(heads: tuple[int, ...]) -> str:
+    return f"head{'s' * (len(heads) > 1)} {', '.join(map(str, heads))}"
+
+
+def _argument(node: ast.expr, functions: Mapping[str, Any]) -> Any:
+    """A literal, or a tuple of patterns."""
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
+        if isinstance(node, ast.Tuple | ast.List):
+            return tuple(_build(item, functions) for item in node.elts)
         raise TypeError(f"{ast.unparse(node)!r} is not a number") from None
 
 
@@ -192,11 +202,11 @@ class Pattern(ABC):
         """
         return union_of_spans(self, queries, keys) if queries and keys else []
 
-    def __and__(self, other: Pattern) -> And:
-        return And(self, other)
+    def __and__(self, other: Pattern) -> Pattern:
+        return _combine(And, self, other)
 
-    def __or__(self, other: Pattern) -> Or:
-        return Or(self, other)
+    def __or__(self, other: Pattern) -> Pattern:
+        return _combine(Or, self, other)
 
     @property
     def text(self) -> str:
@@ -268,6 +278,8 @@ class CombinedPattern(LineCountedPattern):
     def __post_init__(self) -> None:
         for side in (self.left, self.right):
             _check_pattern(side)
+            if isinstance(side, PerHead):
+                raise SpecError(f"{side.text} has a pattern for each head; combine them with the operators & and |")
         if type(self.right) is type(self):
             object.__setattr__(self, "left", type(self)(self.left, self.right.left))
             object.__setattr__(self, "right", self.right.right)
@@ -328,6 +340,128 @@ class Or(CombinedPattern):
         return spans_covered([*self.left.spans(i, keys), *self.right.spans(i, keys)], 1)
 
 
+def _combine(kind: type[And] | type[Or], left: Pattern, right: Pattern) -> Pattern:
+    """`left` and `right` combined, head by head if one of them is `PerHead`."""
+    heads = max((len(side.pattern_of_head) for side in (left, right) if isinstance(side, PerHead)), default=0)
+    if not heads:
+        return kind(left, right)
+    return PerHead.from_heads([kind(head_pattern(left, h), head_pattern(right, h)) for h in range(heads)])
+
+
+# --- Patterns per head ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class PerHead(LineCountedPattern):
+    """Heads with different patterns: score head h has the pattern ``patterns[pattern_of_head[h]]``.
+
+    Examples are dilated heads beside undilated ones (Longformer, 2004.05150), random blocks of each head (BigBird,
+    2007.14062), and streaming heads, which attend to sinks and recent tokens, beside retrieval heads (2410.10819).
+    If scores are mixed over heads, the masked heads are those after mixing.
+
+    The methods that it shares with other patterns describe the union, the keys that some head may attend to: all of
+    them are cached for every head. Equal patterns become one, and patterns without a head are dropped.
+
+    >>> from headwise.masking.patterns import Causal, First, Window
+    >>> mixed = PerHead((Causal(), Window(3) | First(1)), (0, 0, 1))
+    >>> [[j for j in range(9) if head_pattern(mixed, h).allows(5, j)] for h in (0, 2)]
+    [[0, 1, 2, 3, 4, 5], [0, 3, 4, 5]]
+    """
+
+    patterns: tuple[Pattern, ...]
+    pattern_of_head: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("patterns", "pattern_of_head"):
+            value: Any = getattr(self, name)
+            if not isinstance(value, tuple | list) or not value:
+                raise SpecError(f"{name}={value!r} must be a tuple with at least one entry; write {name}=(..., ...)")
+        for pattern in self.patterns:
+            _check_pattern(pattern)
+            if isinstance(pattern, PerHead):
+                raise SpecError(f"a head has one pattern, not {pattern.text}; list the patterns of all heads once")
+        for index in self.pattern_of_head:
+            if type(index) is not int or not 0 <= index < len(self.patterns):
+                problem = f"pattern_of_head={tuple(self.pattern_of_head)} has {index!r}"
+                raise SpecError(
+                    f"{problem}, but there are {len(self.patterns)} patterns; use 0..{len(self.patterns) - 1}"
+                )
+        by_head = [self.patterns[index] for index in self.pattern_of_head]
+        distinct = tuple(dict.fromkeys(by_head))
+        object.__setattr__(self, "patterns", distinct)
+        object.__setattr__(self, "pattern_of_head", tuple(distinct.index(pattern) for pattern in by_head))
+
+    @classmethod
+    def from_heads(cls, patterns: Iterable[Pattern]) -> PerHead:
+        """The pattern of each head, in order.
+
+        >>> from headwise.masking.patterns import Causal, Window
+        >>> PerHead.from_heads([Window(4), Causal(), Window(4)]).text
+        'perhead((window(4), causal()), (0, 1, 0))'
+        """
+        listed = tuple(patterns)
+        return cls(listed, tuple(range(len(listed))))
+
+    @property
+    def groups(self) -> tuple[tuple[Pattern, tuple[int, ...]], ...]:
+        """Each pattern, with the heads that have it."""
+        heads = enumerate(self.pattern_of_head)
+        by_pattern: list[list[int]] = [[] for _ in self.patterns]
+        for head, index in heads:
+            by_pattern[index].append(head)
+        return tuple((pattern, tuple(own)) for pattern, own in zip(self.patterns, by_pattern, strict=True))
+
+    def allows(self, i: Any, j: Any) -> Any:
+        return any_true(*(pattern.allows(i, j) for pattern in self.patterns))
+
+    @property
+    def retention(self) -> KeyRetention:
+        return largest_retention(*(pattern.retention for pattern in self.patterns))
+
+    @property
+    def tokens_before_decode(self) -> int | None:
+        return longest_prefix(*(pattern.tokens_before_decode for pattern in self.patterns))
+
+    def spans(self, i: int, keys: range) -> list[range]:
+        return spans_covered((span for pattern in self.patterns for span in pattern.spans(i, keys)), 1)
+
+    @final
+    def lines(self, queries: range, keys: range) -> BoundaryLines:
+        return reduce(BoundaryLines.join, (pattern.lines(queries, keys) for pattern in self.patterns))
+
+
+def head_pattern(pattern: Pattern, head: int) -> Pattern:
+    """The pattern of one score head: its own in `PerHead`, else the pattern of all."""
+    return pattern.patterns[pattern.pattern_of_head[head]] if isinstance(pattern, PerHead) else pattern
+
+
+def select_heads(pattern: Pattern, heads: Iterable[int]) -> Pattern:
+    """The pattern of these score heads, in order; without `PerHead` if they have one pattern.
+
+    >>> from headwise.masking.patterns import Causal, Window
+    >>> select_heads(PerHead((Causal(), Window(3)), (0, 1, 1)), (2, 1))
+    Window(keys=3)
+    """
+    if not isinstance(pattern, PerHead):
+        return pattern
+    selected = PerHead.from_heads(head_pattern(pattern, head) for head in heads)
+    first, *others = selected.patterns
+    return selected if others else first
+
+
+def count_pairs_by_head(pattern: Pattern, queries: range, keys: range) -> tuple[int, tuple[int, ...]]:
+    """The pairs that some head allows, and the pairs that each head allows; () if all have the same pattern.
+
+    >>> from headwise.masking.patterns import Causal, Window
+    >>> count_pairs_by_head(PerHead((Causal(), Window(2)), (0, 1)), range(4), range(4))
+    (10, (10, 7))
+    """
+    if not isinstance(pattern, PerHead):
+        return pattern.pairs(queries, keys), ()
+    by_pattern = [one.pairs(queries, keys) for one in pattern.patterns]
+    return pattern.pairs(queries, keys), tuple(by_pattern[index] for index in pattern.pattern_of_head)
+
+
 def longest_prefix(*prefixes: int | None) -> int | None:
     """The longest of several prefix lengths; None if any of them is None.
 
@@ -371,10 +505,18 @@ def _non_default_fields(pattern: Pattern) -> dict[str, tuple[object, object]]:
 
 def _short_text(pattern: Pattern) -> str:
     args = (
-        repr(value) if default is MISSING else f"{name}={value!r}"
+        _value_text(value) if default is MISSING else f"{name}={value!r}"
         for name, (value, default) in _non_default_fields(pattern).items()
     )
     return f"{type(pattern).__name__.lower()}({', '.join(args)})"
+
+
+def _value_text(value: Any) -> str:
+    text = repr(value)
+    if isinstance(value, tuple) and value and isinstance(value[0], Pattern):
+        texts = [pattern.text for pattern in cast("tuple[Pattern, ...]", value)]
+        text = f"({', '.join(texts)}{',' * (len(texts) == 1)})"
+    return text
 
 
 def _code_text(pattern: Pattern) -> str:

@@ -31,13 +31,18 @@ from .pattern_base import (
     LineCountedPattern,
     Or,
     Pattern,
+    PerHead,
     check_whole_number,
+    count_pairs_by_head,
     draw_pattern,
+    head_pattern,
     parse_calls,
+    select_heads,
 )
 
 __all__ = ["PATTERNS_BY_NAME", "And", "BigBird", "Blocks", "Causal", "Dilated", "Edges", "First", "Full", "Global"]
-__all__ += ["KeyRetention", "Or", "Pattern", "Prefix", "Window", "draw_pattern", "parse_pattern"]
+__all__ += ["KeyRetention", "Or", "Pattern", "PerHead", "Prefix", "Window", "count_pairs_by_head", "draw_pattern"]
+__all__ += ["head_pattern", "parse_pattern", "select_heads"]
 
 MAX_TABLE_CELLS = 2**22  # limit on the size of a pattern's table
 
@@ -465,6 +470,7 @@ PATTERN_CLASSES: tuple[type[Pattern], ...] = (
     Blocks,
     BigBird,
     Edges,
+    PerHead,
 )
 PATTERNS_BY_NAME: dict[str, type[Pattern]] = {kind.__name__.lower(): kind for kind in PATTERN_CLASSES}
 
@@ -474,6 +480,8 @@ def parse_pattern(text: str) -> Pattern:
 
     >>> parse_pattern("window(256) | first(4)")
     Window(keys=256) | First(keys=4)
+    >>> parse_pattern("perhead((causal(), window(256) | first(4)), (0, 1, 1, 1))").pattern_of_head
+    (0, 1, 1, 1)
     """
     return parse_calls(text, PATTERNS_BY_NAME)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .patterns import Causal, Full, Pattern
+from .patterns import Causal, Full, Pattern, PerHead
 
 
 class BlockTable(NamedTuple):
@@ -143,7 +143,7 @@ class SequenceInfo:
     def trimmed(self) -> SequenceInfo:
         """The sequence info of the first `num_visible` tokens."""
         position, segment = (t[:, : self.num_visible] for t in (self.position, self.segment))
-        return SequenceInfo(position, segment, checked=True, num_visible=self.num_visible)
+        return SequenceInfo(position, segment, self.start, checked=True, num_visible=self.num_visible)
 
     @property
     def is_real(self) -> Tensor:
@@ -174,7 +174,7 @@ class AttentionMask:
 
     @property
     def allowed(self) -> Tensor:
-        """The mask as a boolean tensor that broadcasts to [B, H, T, S]."""
+        """The mask as a boolean tensor that broadcasts to [B, H, T, S]; its heads differ only under `PerHead`."""
         if self._allowed is None:
             self._allowed = self._compute_allowed()
         return self._allowed
@@ -182,10 +182,16 @@ class AttentionMask:
     def _compute_allowed(self) -> Tensor:
         if self.mask is None and self.keys.num_visible is not None:
             slot = torch.arange(self.keys.count, device=self.keys.position.device)
-            return (slot < self.keys.num_visible)[None, None, None]
+            filled = (slot < self.keys.num_visible)[None, None, None]
+            return filled & allowed_by_head(self.pattern, self.i, self.j) if self.differs_by_head else filled
         query_segment, key_segment = self.queries.segment[:, None, :, None], self.keys.segment[:, None, None, :]
-        allowed = (query_segment == key_segment) & (key_segment >= 0) & self.pattern.allows(self.i, self.j)
+        allowed = (query_segment == key_segment) & (key_segment >= 0) & allowed_by_head(self.pattern, self.i, self.j)
         return allowed if self.mask is None else allowed & self.mask
+
+    @property
+    def differs_by_head(self) -> bool:
+        """Whether heads have different patterns."""
+        return isinstance(self.pattern, PerHead)
 
     @property
     def shape(self) -> str:
@@ -198,6 +204,8 @@ class AttentionMask:
 
     def _classify_shape(self) -> str:
         query_start, key_start = self.queries.start, self.keys.start
+        if self.differs_by_head:
+            return "any"
         if self.mask is None and self.keys.num_visible == self.keys.count:
             return "full"
         if self.mask is not None or query_start is None or key_start is None:
@@ -210,8 +218,19 @@ class AttentionMask:
         return mask_shape(self.pattern, queries, range(key_start, key_start + self.keys.count))
 
 
+def allowed_by_head(pattern: Pattern, i: Tensor, j: Tensor) -> Tensor:
+    """Whether query i may attend to key j, for i [B, 1, T, 1] and j [B, 1, 1, S]; broadcasts to [B, H, T, S]."""
+    if not isinstance(pattern, PerHead):
+        allowed: Tensor = pattern.allows(i, j)
+        return allowed
+    by_pattern = torch.broadcast_tensors(*(one.allows(i, j) for one in pattern.patterns))
+    return torch.cat([by_pattern[index] for index in pattern.pattern_of_head], 1)
+
+
 def mask_shape(pattern: Pattern, queries: range, keys: range) -> str:
     """The shape of a pattern's mask over these positions: "full", the square "triangle", or "any"."""
+    if isinstance(pattern, PerHead):
+        return "any"
     pairs = pattern.pairs(queries, keys)
     if pairs == len(queries) * len(keys):
         return "full"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..backends import CallSignature, CoreDispatch, PackedDispatch, varlen
+from ..backends import CallSignature, CoreDispatch, HeadGroupDispatch, PackedDispatch, varlen
 from ..cache import KVCache, PagedCache, ProjectedSource
 from ..interfaces import Project
 from ..interfaces.core_types import Probe
@@ -51,7 +51,7 @@ class ExecutionPlan(NamedTuple):
 
     project: Project
     signature: CallSignature
-    dispatch: CoreDispatch | PackedDispatch
+    dispatch: CoreDispatch | PackedDispatch | HeadGroupDispatch
     reads_cache_in_place: bool
     scale: float
 
@@ -126,12 +126,13 @@ class CallPlanner:
             return self._plans[key]
         project = self._form_for_single_query[single_query]
         signature = CallSignature(self.spec, self.spec.core_of(project), **properties)
-        dispatch = backends.make_dispatch(signature, layer.backend_name)
+        dispatch = backends.plan_dispatch(signature, layer.backend_name)
+        names = dispatch.backend_names if isinstance(dispatch, CoreDispatch) else ()
         plan = ExecutionPlan(
             project=project,
             signature=signature,
-            dispatch=PackedDispatch(dispatch) if signature.is_packed else dispatch,
-            reads_cache_in_place=backends.reads_cache_in_place(dispatch.backend_names[0], signature),
+            dispatch=dispatch,
+            reads_cache_in_place=bool(names) and backends.reads_cache_in_place(names[0], signature),
             scale=self.spec.similarity.score_scale(signature.core),
         )
         if not signature.is_compiling:  # a plan made in a graph would be a new constant, and recompile it

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..interfaces.axis_layout import AxisLayout
+from ..interfaces.core_types import Phase
+from ..masking.patterns import Pattern, select_heads as select_pattern_heads
 from ..spec.attention_spec import SLOTS, AttentionSpec
 from ..spec.heads import Heads
 
@@ -106,7 +108,10 @@ class KeptHeads:
             score_head_of_output=tuple(rows.index(spec.score_head_of_output[out]) for out in outs),
         )
         by_axis = {"out": outs, "q": q, "kv": kv} | ({"v": v} if heads.value_heads else {})
-        return KeptHeads(_with(spec, smaller), by_axis)
+        # Heads that a mix of scores makes all stay, as the rows do.
+        one_mask_per_head = spec.num_heads_after(Phase.SCORES) == heads.q
+        pattern = select_pattern_heads(spec.pattern, q) if one_mask_per_head else spec.pattern
+        return KeptHeads(_with(spec, smaller, pattern), by_axis)
 
 
 def _index_of_each(heads: Sequence[int], kept_heads: Sequence[int]) -> tuple[int, ...]:
@@ -128,7 +133,7 @@ def share_kv_heads(
     _check_even(spec, [len(group) for group in groups])
     owner = {head: n for n, group in enumerate(groups) for head in group}
     fewer = replace(heads, kv=len(groups), kv_head_of_query=tuple(owner[r] for r in heads.kv_head_of_query))
-    return _with(spec, fewer), transform_axes(spec, weights, {"kv": average_groups(groups)})
+    return _with(spec, fewer, spec.pattern), transform_axes(spec, weights, {"kv": average_groups(groups)})
 
 
 def split_kv_heads(spec: AttentionSpec, weights: WeightTensors) -> tuple[AttentionSpec, dict[str, Tensor]]:
@@ -140,7 +145,9 @@ def split_kv_heads(spec: AttentionSpec, weights: WeightTensors) -> tuple[Attenti
         )
     _check_even(spec, [heads.kv_head_of_query.count(head) for head in range(heads.kv)])
     own = replace(heads, kv=heads.q, kv_head_of_query=tuple(range(heads.q)))
-    return _with(spec, own), transform_axes(spec, weights, {"kv": repeat_for_queries(heads.kv_head_of_query)})
+    return _with(spec, own, spec.pattern), transform_axes(
+        spec, weights, {"kv": repeat_for_queries(heads.kv_head_of_query)}
+    )
 
 
 def _check_even(spec: AttentionSpec, sizes: Sequence[int]) -> None:
@@ -153,9 +160,11 @@ def _check_even(spec: AttentionSpec, sizes: Sequence[int]) -> None:
         )
 
 
-def _with(spec: AttentionSpec, heads: Heads) -> AttentionSpec:
-    """The spec with other heads; sizes of parts that followed from the number of heads keep their values."""
+def _with(spec: AttentionSpec, heads: Heads, pattern: Pattern) -> AttentionSpec:
+    """The spec with other heads and their pattern; sizes of parts that followed from the number of heads stay."""
     slots = {slot: getattr(spec, slot).with_fixed_sizes(spec) for slot in SLOTS if slot != "pattern"}
     if heads.score_head_of_output == spec.default_score_heads(heads.rows):
         heads = replace(heads, score_head_of_output=())
-    return replace(spec, heads=heads, **slots, modifiers=tuple(m.with_fixed_sizes(spec) for m in spec.modifiers))
+    return replace(
+        spec, heads=heads, pattern=pattern, **slots, modifiers=tuple(m.with_fixed_sizes(spec) for m in spec.modifiers)
+    )

@@ -11,7 +11,7 @@ from ..cache import KVCache
 from ..errors import SpecError
 from ..interfaces import Gate
 from ..interfaces.core_types import Probe
-from ..masking.patterns import Full, Global, Or, Pattern, is_listed
+from ..masking.patterns import Full, Global, Or, Pattern, PerHead, is_listed
 from ..masking.sequence_info import SequenceInfo
 from ..spec.attention_spec import AttentionSpec
 from .attention import Attention
@@ -112,7 +112,9 @@ def _positions(spec: AttentionSpec) -> tuple[int, ...]:
 
 
 def _global(pattern: Pattern) -> frozenset[int]:
-    """Positions of the global tokens of a pattern, or of a union of patterns."""
+    """Positions of the global tokens of a pattern, of a union of patterns, or of the patterns of all heads."""
+    if isinstance(pattern, PerHead):
+        return frozenset.intersection(*map(_global, pattern.patterns))
     if isinstance(pattern, Or):
         return _global(pattern.left) | _global(pattern.right)
     return frozenset(pattern.positions if isinstance(pattern, Global) else ())

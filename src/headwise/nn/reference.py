@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..interfaces import Gate, Mix, Modifier, OutputStep, QKTransform, ScoreStep, ValueStep
 from ..interfaces.core_types import PartParams, Phase, QueryContext
+from ..masking.patterns import head_pattern
 from ..masking.sequence_info import SequenceInfo
 from ..spec.attention_spec import AttentionSpec
 from .attention import Attention
@@ -130,8 +131,7 @@ class _SingleQueryAttention:
             return v.new_zeros(len(self.core.value_head_of_row), v.shape[-1])
         pairs = [(s, QueryKeyPair(rows[0].position[t], rows[1].position[s])) for s in keys]
         s_NH = torch.stack([self._score(b, t, s, pair, k) for s, pair in pairs])
-        normaliser, p = self.spec.normaliser, self.p["normaliser"]
-        w_NH = torch.stack([normaliser.normalise_row(s_NH[:, h], p.head(h)) for h in range(s_NH.shape[1])], 1)
+        w_NH = torch.stack([self._normalised(s_NH[:, h], h, pairs) for h in range(s_NH.shape[1])], 1)
         steps = self._steps(Phase.WEIGHTS)
         mixes = [(name, step) for name, step in steps if isinstance(step, Mix)]
         for name, mix in mixes:
@@ -139,6 +139,15 @@ class _SingleQueryAttention:
         w_NR = w_NH if mixes else w_NH[:, list(self.spec.score_head_of_row)]
         weighted = [w_R[:, None] * self._value(s, pair, v) for w_R, (s, pair) in zip(w_NR, pairs, strict=True)]
         return torch.stack(weighted).sum(0)
+
+    def _normalised(self, s_N: Tensor, head: int, pairs: Sequence[tuple[int, QueryKeyPair]]) -> Tensor:
+        """Weights of one head over these keys, which are zero at keys that its own pattern does not allow."""
+        pattern = head_pattern(self.spec.pattern, head)
+        own = [n for n, (_, pair) in enumerate(pairs) if pattern.allows(int(pair.i), int(pair.j))]
+        if not own:
+            return torch.zeros_like(s_N)
+        row = self.spec.normaliser.normalise_row(s_N[own], self.p["normaliser"].head(head))
+        return torch.zeros_like(s_N).index_put((torch.tensor(own),), row)
 
     def _score(self, b: int, t: int, s: int, pair: QueryKeyPair, k: Tensor) -> Tensor:
         pair_of = self.spec.similarity.pair

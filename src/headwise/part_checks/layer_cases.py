@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 
-from ..backends import BACKENDS, CallSignature
+from ..backends import BACKENDS, CallSignature, split_by_pattern, unsupported_reasons_by_backend
 from ..cache import KVCache
 from ..errors import SpecError
 from ..interfaces import Modifier, Part
+from ..interfaces.core_types import CallSize
 from ..masking.patterns import Causal, Full
 from ..masking.sequence_info import SequenceInfo
 from ..nn.attention import Attention
@@ -114,10 +115,19 @@ def supporting_backends(
 ) -> list[str]:
     """Backends that run this spec on the CPU; `more` are further fields of the `CallSignature`."""
     more = {"needs_grad": torch.is_grad_enabled()} | more
-    core = spec.projection_form(single_query).core(spec)
+    core = spec.core_of(spec.projection_form(single_query))
     call = CallSignature(spec, core, "cpu", dtype, single_query=single_query, **more)
     names = [name for name in BACKENDS if name not in COMPILED_BACKENDS]
-    return [name for name in names if not BACKENDS[name].unsupported_reasons(call)]
+    reasons = {
+        name: [unsupported_reasons_by_backend(part)[name] for part in split_by_pattern(call, name)] for name in names
+    }
+    return [name for name in names if not any(reasons[name])]
+
+
+def core_flops(spec: AttentionSpec, backend: str, work: CallSize) -> int:
+    """FLOPs that a backend executes in the core of a call on the CPU, in one call for each pattern of the heads."""
+    parts = split_by_pattern(CallSignature(spec, spec.core), backend)
+    return sum(BACKENDS[backend].executed_flops(part, work) for part in parts)
 
 
 # --- FLOPs, decoding and gradients ----------------------------------------------------------------------

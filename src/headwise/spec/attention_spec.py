@@ -22,7 +22,7 @@ from ..interfaces import (
     Similarity,
 )
 from ..interfaces.core_types import CoreShape, Param, Phase
-from ..masking.patterns import Causal, Full, Pattern
+from ..masking.patterns import Causal, Full, Pattern, PerHead
 from ..size_limits import MAX_WIDTH, check_size
 from .heads import HEAD_MAPS, Heads
 
@@ -97,6 +97,10 @@ class AttentionSpec:
             yield f"{' and '.join(mixes)} both mix attention weights into output heads; keep only one of them"
         if mixes and self.score_head_of_row != self.score_head_of_output:
             yield f"{mixes[0]} computes output heads, but an output step combines rows into output heads; keep only one"
+        if isinstance(self.pattern, PerHead):
+            listed, masked = len(self.pattern.pattern_of_head), self.num_heads_after(Phase.SCORES)
+            if listed != masked:
+                yield f"pattern_of_head lists {listed} heads, but {masked} heads are masked; give one pattern for each"
         for _, part in self.parts():
             yield from part.conflicts(self)
 

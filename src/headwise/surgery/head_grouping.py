@@ -15,6 +15,7 @@ from ..errors import SpecError, suggest
 from ..inspect.attention_sites import find_attention
 from ..inspect.hooks import ObservedCall, get_hooks, install_hooks
 from ..inspect.method_patches import MethodPatch
+from ..masking.patterns import select_heads as select_pattern_heads
 from ..masking.sequence_info import SequenceInfo
 from ..nn.attention import Attention
 from ..nn.attention_call import PlannedCall
@@ -294,6 +295,7 @@ def permute_heads(
     score_heads = tuple(new_index[spec.score_head_of_output[out]] for out in outputs)
     new_spec = replace(
         spec,
+        pattern=select_pattern_heads(spec.pattern, order),
         heads=replace(
             heads,
             kv_head_of_query=kv_head_of_query,
