@@ -143,7 +143,7 @@ def test_the_report_names_the_backend_of_each_group():
     assert report.backend == "flash_cpu, block_sparse"
     assert "head 0 (causal()): flash_cpu; heads 1, 2, 3 (window(9)): block_sparse" in " ".join(str(report).split())
     assert [group["pattern"] for group in report.data["groups"]] == ["causal()", "window(9)"]
-    assert report.unsupported["sdpa"] == ["runs heads with one pattern, and these have several"]
+    assert report.reasons_against["sdpa"] == ["runs heads with one pattern, and these have several"]
     assert hw.why(spec, want=["weights"]).backend == "dense"
     assert hw.why(spec, want=["weights"]).call.groups == ()
 
