@@ -106,7 +106,8 @@ def test_pages_on_a_terminal(is_terminal: bool, capsys: pytest.CaptureFixture[st
 
 
 # How often modules print what is not constant. Those of cli/arguments.py and exit_status.py escape, and so does what is
-# printed elsewhere: a drawing of a mask, lines of progress, parts of a text, JSON, help texts and a script.
+# printed elsewhere: a drawing of a mask, lines of progress, parts of a text, JSON, help texts, a script, and answers to
+# a process.
 PRINTS = {
     "cli/__init__.py": 5,
     "cli/arguments.py": 2,
@@ -114,6 +115,7 @@ PRINTS = {
     "cli/command_parser.py": 2,
     "cli/exit_status.py": 1,
     "cli/run/generated_text.py": 1,
+    "data/tokenizer_worker.py": 1,
     "demo/translator.py": 2,
     "masking/patterns.py": 1,
     "progress.py": 2,

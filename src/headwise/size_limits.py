@@ -17,7 +17,7 @@ MAX_HEADS = 1 << 16  # some lists have one item per head
 MAX_HEAD_DIM = 1 << 16
 MAX_WIDTH = 1 << 24
 MAX_TRACE_TOKENS = 1 << 24  # of one text in a trace
-MAX_INTEGER = (1 << 63) - 1
+MAX_INTEGER = (1 << 64) - 1
 MAX_NESTING = 64  # tables and lists inside each other
 MAX_SHOWN_DIGITS = 20
 

@@ -255,7 +255,7 @@ def test_default_models_fit_their_tasks(name: str):
         ("recall", {"filler": "zeros"}, "did you mean 'zero'?"),
         ("recall", {"length": 10**9}, "use at most 65536"),
         ("recall", {"seed": -1}, "use 0 or more"),
-        ("recall", {"seed": 2**64}, "use one below 2**64"),
+        ("recall", {"seed": 2**64}, "give 18446744073709551615 or less"),
         ("recall", {"pair": 8}, "did you mean 'pairs'?"),
         ("copy", {"kind": "inductive"}, "did you mean 'induction'?"),
         ("copy", {"block": 1, "symbols": 30}, "use a longer block or more symbols"),

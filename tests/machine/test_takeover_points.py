@@ -327,6 +327,7 @@ def test_without_a_home_folder_the_table_applies(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert read_calibration(XEON, 1) == (None, "the calibration cannot be read: Could not determine home directory.")
 
 

@@ -468,7 +468,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     "loader": (harmed("load_model.py", lambda text: text + "\n"), "load_model.py does not match its checksum"),
     "loader gone": (lambda f: (f / "load_model.py").unlink(), "load_model.py is missing, but heads.json lists it"),
     "weights": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), f"{WEIGHTS} does not match"),
-    "no json": (harmed(RECORD_FILE, lambda text: text[:40]), "cannot read .*heads.json"),
+    "no json": (harmed(RECORD_FILE, lambda text: text[:40]), "heads.json is not JSON"),
     "format": (harmed(RECORD_FILE, lambda text: text.replace('"format": 1', '"format": 2')), "format = 2; this version"),  # noqa: E501 - one case a line
     "kind": (harmed(RECORD_FILE, lambda text: text.replace('"kind": "resized"', '"kind": "own"')), "kind = 'own', not one of"),  # noqa: E501 - one case a line
     "model": (harmed(RECORD_FILE, lambda text: text.replace('"model":', '"modell":')), "lacks fields of a folder of kind"),  # noqa: E501 - one case a line

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, cast
 
 from ..errors import SpecError, suggest
 from ..size_limits import MAX_INTEGER, show_int
+
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 MISSING = object()
 FieldNames = Iterable[str]
@@ -62,9 +63,9 @@ class Record:
         return tuple(values)
 
     def read_number(self, name: str, default: Any = MISSING) -> float:
-        """Return a finite number."""
+        """Return a number that float32 holds; not NaN."""
         value = self.get(name, default)
-        if type(value) not in (int, float) or abs(value) > MAX_INTEGER or not math.isfinite(value):
+        if type(value) not in (int, float) or not abs(value) <= MAX_FLOAT32:
             self.fail(name, f"= {_show(value)} is not a finite number")
         return float(value)
 
