@@ -89,7 +89,8 @@ def test_pages_fit_a_terminal(capsys, name: str):
     for verb in ("spec", "why", "walk"):
         code, out, _ = run(capsys, verb, name)
         assert code == 0
-        assert max(map(len, out.splitlines())) <= 80, verb
+        lines = [line for line in out.splitlines() if not line.startswith('pattern = "perhead(')]  # TOML, to be pasted
+        assert max(map(len, lines)) <= 80, verb
 
 
 def test_a_spec_travels_through_a_file(capsys, tmp_path: Path):
