@@ -342,9 +342,9 @@ class Or(CombinedPattern):
 
 def _combine(kind: type[And] | type[Or], left: Pattern, right: Pattern) -> Pattern:
     """`left` and `right` combined, head by head if one of them is `PerHead`."""
-    heads = max((len(side.pattern_of_head) for side in (left, right) if isinstance(side, PerHead)), default=0)
-    if not heads:
+    if not isinstance(left, PerHead) and not isinstance(right, PerHead):  # torch.compile traces this line
         return kind(left, right)
+    heads = max(len(side.pattern_of_head) for side in (left, right) if isinstance(side, PerHead))
     return PerHead.from_heads([kind(head_pattern(left, h), head_pattern(right, h)) for h in range(heads)])
 
 
