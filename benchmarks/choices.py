@@ -124,7 +124,9 @@ def can_run(name: str, dispatch: CoreDispatch, attention_mask: Any, inputs: Any)
     """Whether a backend can run these tensors."""
     if name == "dense" and attention_mask.keys.count > MAX_DENSE_KEYS:
         return False
-    return name in dispatch.backend_names and not BACKENDS[name].tensor_conflicts(dispatch.call, attention_mask, inputs)
+    return name in dispatch.backend_names and not BACKENDS[name].tensor_conflicts(
+        dispatch.signature, attention_mask, inputs
+    )
 
 
 @contextmanager
