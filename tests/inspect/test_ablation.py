@@ -365,40 +365,31 @@ def _readable(name: str, counts: np.ndarray) -> np.ndarray:
 
 
 @torch.no_grad()
-def test_weights_by_offset_of_ours():
-    spec = hw.design(model=10, heads=6, kv=3, dim=4, vdim=5, pattern="window(4)")
-    layer = cases.layer(spec)
+def check_weights_by_offset(layer: hw.Attention, offsets: list[tuple[int, int]], value_heads: list[int]) -> None:
+    """Patched outputs of a layer with a window of 4 against an independent mean; `value_heads` has one for each row."""
     x = torch.randn(3, 7, 10, dtype=torch.float64)
     probe = hw.Probe("weights", "v")
     layer(x, probe=probe)
     a, v = probe.tensors["weights"].numpy(), probe.tensors["v"].numpy()
     t, s = np.indices((7, 7))
     readable = np.broadcast_to((s <= t) & (t - s < 4), (3, 7, 7))
-    means = hw.offset_means(layer, [x], [(0, 1), (0, 4)])
+    means = hw.offset_means(layer, [x], offsets)
     with hw.patch(layer, means):
         z = head_outputs(layer, x, list(means))
     for (_, head), patched in z.items():
-        expected = by_offset(a[:, head], v[:, :, head // 2], np.ones((3, 7), bool), readable)
+        expected = by_offset(a[:, head], v[:, :, value_heads[head]], np.ones((3, 7), bool), readable)
         np.testing.assert_allclose(patched, expected, rtol=1e-10)
 
 
-@torch.no_grad()
+def test_weights_by_offset_of_ours():
+    spec = hw.design(model=10, heads=6, kv=3, dim=4, vdim=5, pattern="window(4)")
+    check_weights_by_offset(cases.layer(spec), [(0, 1), (0, 4)], [0, 0, 1, 1, 2, 2])
+
+
 def test_weights_by_offset_of_a_pruned_layer_that_normalises_all_queries_together():
     """The pruned layer still has the query and key of every head, but one row of weights for each that is left."""
     whole = hw.design(model=10, heads=6, dim=4, pattern="window(4)", modifiers=(hw.QKNorm(scope="full"),))
-    layer = cases.layer(head_axis_ops.KeptHeads.of(whole, [2, 5]).spec)
-    x = torch.randn(3, 7, 10, dtype=torch.float64)
-    probe = hw.Probe("weights", "v")
-    layer(x, probe=probe)
-    a, v = probe.tensors["weights"].numpy(), probe.tensors["v"].numpy()
-    t, s = np.indices((7, 7))
-    readable = np.broadcast_to((s <= t) & (t - s < 4), (3, 7, 7))
-    means = hw.offset_means(layer, [x], [(0, 0), (0, 1)])
-    with hw.patch(layer, means):
-        z = head_outputs(layer, x, list(means))
-    for (_, head), patched in z.items():
-        expected = by_offset(a[:, head], v[:, :, (2, 5)[head]], np.ones((3, 7), bool), readable)
-        np.testing.assert_allclose(patched, expected, rtol=1e-10)
+    check_weights_by_offset(cases.layer(head_axis_ops.KeptHeads.of(whole, [2, 5]).spec), [(0, 0), (0, 1)], [2, 5])
 
 
 def test_a_head_that_goes_by_offset_alone_is_left_as_it_is():
