@@ -111,3 +111,20 @@ def test_an_isolated_tokenizer_says_what_it_said():
         messages.append(str(excinfo.value))
     assert messages[0] == messages[1]
     process.close()
+
+
+def test_an_answer_just_before_the_limit_leaves_no_ended_process(monkeypatch: pytest.MonkeyPatch):
+    """The timer ends the process after the answer was read: the next text gets a new process."""
+    process = TokenizerProcess(make_document())
+    process.encode("a", False)
+
+    class LateTimer(threading.Timer):
+        def cancel(self) -> None:
+            self.function(*self.args)
+            super().cancel()
+
+    monkeypatch.setattr(threading, "Timer", LateTimer)
+    first = process.encode("a", False)
+    monkeypatch.undo()
+    assert process.encode("a", False) == first
+    process.close()

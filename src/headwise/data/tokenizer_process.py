@@ -83,10 +83,13 @@ class TokenizerProcess:
                 line = process.stdout.readline()
             finally:
                 timer.cancel()
+                timer.join()
         except OSError:  # the process has ended
             line = b""
-        if not line.endswith(b"\n"):
+        is_whole = line.endswith(b"\n")
+        if late.is_set() or not is_whole:  # the timer may have ended the process just after its answer
             self.close()
+        if not is_whole:
             raise self._failure(f"it took longer than {self.max_seconds:g} s" if late.is_set() else "it crashed")
         return json.loads(line)
 
