@@ -16,6 +16,7 @@ from ..interfaces.core_types import PROBE_POINTS, CallSize
 from ..kernels.launch import kernel_problem
 from ..machine.capabilities import this_machine
 from ..machine.takeover_points import current_points, machine_notes, takeover_size
+from ..masking.pattern_base import describe_heads
 from ..spec.attention_spec import AttentionSpec
 from . import varlen
 from .core_interface import CallSignature
@@ -273,8 +274,7 @@ def _length_range(least: int, end: int | None) -> str:
 
 
 def _group_text(group: CallReport) -> str:
-    heads = group.signature.score_heads
-    return f"head{'s' * (len(heads) > 1)} {', '.join(map(str, heads))} ({group.signature.pattern.text})"
+    return f"{describe_heads(group.signature.score_heads)} ({group.signature.pattern.text})"
 
 
 def _summary(report: CallReport) -> list[str]:

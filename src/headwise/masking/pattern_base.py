@@ -99,7 +99,9 @@ def draw_pattern(pattern: Drawable, queries: int, keys: int) -> str:
     head are drawn one after the other.
     """
     if isinstance(pattern, PerHead):
-        return "\n\n".join(f"{_heads_text(heads)}: {draw_pattern(one, queries, keys)}" for one, heads in pattern.groups)
+        return "\n\n".join(
+            f"{describe_heads(heads)}: {draw_pattern(one, queries, keys)}" for one, heads in pattern.groups
+        )
     if min(queries, keys) < 1:
         raise SpecError(f"cannot draw {queries} queries and {keys} keys; use at least 1 of each")
     side = -(-max(queries, keys) // MAX_DRAWN_CELLS)
@@ -133,7 +135,12 @@ def _legend(pattern: Drawable, queries: int, keys: int, side: int) -> str:
     return f"each character is {side} x {side} pairs: {FULL} all, {PART} some, {NONE} none allowed\n{counts}"
 
 
-def _heads_text(heads: tuple[int, ...]) -> str:
+def describe_heads(heads: tuple[int, ...]) -> str:
+    """The numbers of some heads, as text.
+
+    >>> describe_heads((0,)), describe_heads((1, 3))
+    ('head 0', 'heads 1, 3')
+    """
     return f"head{'s' * (len(heads) > 1)} {', '.join(map(str, heads))}"
 
 
