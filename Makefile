@@ -70,7 +70,7 @@ gpu-bench: $(STAMP)  ## run every backend on a GPU, and fill the table of docs/g
 	@$(BIN)/python -m benchmarks.gpu
 	@$(BIN)/python tools/build_docs.py
 
-docs: $(STAMP)  ## update the generated parts of README.md and docs/
+docs: $(STAMP)  ## update the generated parts of the READMEs and docs/
 	@$(BIN)/python tools/build_docs.py
 
 format: $(STAMP)  ## format and fix with ruff

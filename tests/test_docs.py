@@ -21,7 +21,7 @@ from support import layer_cases as cases
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-PAGES = {p.name: p for p in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if BLOCK.search(p.read_text())}
+PAGES = {p.name: p for p in sorted((ROOT / "docs").glob("*.md")) if BLOCK.search(p.read_text())}
 VARIANT = "adding-a-variant.md"
 
 

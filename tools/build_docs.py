@@ -1,4 +1,4 @@
-"""Write the generated parts of README.md and docs/*.md; with --check, only report which are stale, and fail.
+"""Write the generated parts of the READMEs and docs/*.md; with --check, only report which are stale, and fail.
 
 A generated part is between `<!-- generated: NAME -->` and `<!-- /generated -->`; the function of this name in
 this file returns its text. Every fact about the code in the documents is generated, so that it stays true.
@@ -291,6 +291,30 @@ def compared_evidence() -> str:
     return comparison_page.evidence_table()
 
 
+README_EXAMPLES = (
+    "see_heads.py",
+    "prune_and_reload.py",
+    "convert_to_gqa.py",
+    "price_a_design.py",
+    "log_length.py",
+    "windows.toml",
+)
+
+
+def readme_part(name: str, argument: str) -> str:
+    """A part of the READMEs: one of the functions of readme_page, for a language or a file."""
+    import readme_page
+
+    return getattr(readme_page, name)(argument)
+
+
+for file_name in README_EXAMPLES:
+    GENERATORS["example-" + file_name.partition(".")[0].replace("_", "-")] = partial(readme_part, "example", file_name)
+for language, suffix in (("en", ""), ("zh", "-zh")):
+    for table_name in ("presets_table", "benchmark_rows", "compared_groups"):
+        GENERATORS[table_name.replace("_", "-") + suffix] = partial(readme_part, table_name, language)
+
+
 def conflicts_with_defaults() -> dict[type, list[str]]:
     """Conflicts of each part with the default choices."""
     return {cls: conflicts(cls) for cls in registered_parts()}
@@ -338,7 +362,8 @@ def summary(cls: type) -> str:
 
 
 def pages() -> list[Path]:
-    return [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.is_file()]
+    readmes = (ROOT / "README.md", ROOT / "README.zh-CN.md")
+    return [path for path in (*readmes, *sorted((ROOT / "docs").rglob("*.md"))) if path.is_file()]
 
 
 def generate(path: Path) -> str:
