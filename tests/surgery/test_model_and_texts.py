@@ -156,7 +156,10 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         "knows 256 tokens, the model 67",
     ),
     "selection": (lambda model: hw.prune(model, "half", TEXTS, tokenizer="bytes"), "give a fraction such as 0.5"),  # pyright: ignore[reportArgumentType] - the mistake under test
-    "other module": (lambda model: hw.prune(nn.Linear(2, 2), 0.5, TEXTS), "Linear has no config with a model_type"),
+    "other module": (
+        lambda model: hw.prune(nn.Linear(2, 2), 0.5, TEXTS),
+        r"Linear is no model of transformers or headwise; hw\.prune_module",
+    ),
 }
 
 

@@ -144,6 +144,23 @@ class Tied(nn.Sequential):
         self[1].proj = self[0].proj
 
 
+@torch.no_grad()
+def test_the_cut_is_compared_at_the_module_if_the_last_layer_is_zero():
+    """A classifier starts with zeros: outputs of the model alone would agree for any cut."""
+    model, x = build(lambda: Fused(True), FUSED)
+    silent = nn.Sequential(model, nn.Linear(WIDE, 2)).eval()
+    nn.init.zeros_(silent[1].weight)
+    with pytest.raises(ValueError, match="differs from the ablated one"):
+        hw.prune_module(silent, [(0, 0)], x)
+
+
+@torch.no_grad()
+def test_layers_that_are_not_cut_stay_declared():
+    model, x = build(Grouped, GROUPED)
+    after = hw.prune_module(model, [(0, 0), (0, 1)], x).after
+    assert [site.q for site in hw.sites(after)] == [4, 6]
+
+
 REFUSED = {
     "not equal groups": (Grouped, GROUPED, [(0, 1)], r"shared by 1, 2, 2 query heads; keep the same number"),
     "all heads": (Grouped, GROUPED, [(0, "all")], "cannot remove all 6 heads"),

@@ -41,7 +41,14 @@ class SurgeryInputs(NamedTuple):
 
 def read_model_and_texts(model: Any, texts: Any, tokenizer: object = None) -> SurgeryInputs:
     """Return a headwise or transformers model and texts in the form that surgery needs."""
-    net = to_native_model(check_is_module(model))
+    if getattr(getattr(check_is_module(model), "config", None), "model_type", None) is None and not isinstance(
+        model, Transformer
+    ):
+        raise SpecError(
+            f"{type(model).__name__} is no model of transformers or headwise; hw.prune_module(model, heads, example) "
+            "removes heads of any nn.Module, and hw.convert_module(model, kv, example) shares its keys and values"
+        )
+    net = to_native_model(model)
     original = OriginalModel(model, tokenizer)
     if net is model:
         with text_reader(net, tokenizer) as reader:

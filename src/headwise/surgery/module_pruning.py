@@ -6,21 +6,30 @@ the model, which is then compared with the ablated original on an example.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrize
 
 from ..errors import SpecError
 from ..inspect.ablation import HeadRef, ablate, group_by_site
-from ..inspect.adapters.declarations import AttentionSite, declare, get_declaration, get_output_width, propose_sites
+from ..inspect.adapters.declarations import (
+    AttentionSite,
+    copy_declared,
+    declare,
+    get_declaration,
+    get_output_width,
+    propose_sites,
+)
 from ..inspect.adapters.output_projection import NUM_HEADS_NAMES, NUM_KV_HEADS_NAMES
 from ..inspect.attention_sites import find_attention
 from ..inspect.hooks import SiteModule
-from ..inspect.model_inputs import prepare_inputs
+from ..inspect.model_inputs import ModelInputs, prepare_inputs
 from ..inspect.site import Site
 from .pruning_plan import HeadId
 from .split_multihead import split_multihead
@@ -111,7 +120,7 @@ def prune_module(model: nn.Module, heads: Iterable[HeadRef], example: Any) -> Mo
     if not removed:
         raise SpecError("no head would be removed; name heads as (layer, head)")
     by_name = {site_module.site.name: site_module for site_module in site_modules}
-    choices = {name: list(_list_projections(model, by_name[name].site)) for name in removed}
+    choices = {name: list(list_projections(model, by_name[name].site)) for name in removed}
     names = tuple((name, head) for name, dropped in removed.items() for head in sorted(dropped))
     first_error: SpecError | None = None
     for number in range(max(map(len, choices.values()))):
@@ -129,9 +138,14 @@ def prune_module(model: nn.Module, heads: Iterable[HeadRef], example: Any) -> Mo
     raise first_error
 
 
-def _list_projections(model: nn.Module, site: Site) -> Iterator[AttentionSite]:
+def list_projections(model: nn.Module, site: Site) -> Iterator[AttentionSite]:
     """The declared projections of a site, or those that its names and sizes allow; raises if there are none."""
     module = model.get_submodule(site.path)
+    if computed := [path for path, child in module.named_modules() if parametrize.is_parametrized(child)]:
+        raise SpecError(
+            f"cannot change {site.name}: weights of {computed[0] or 'it'} are computed from others (parametrization), "
+            "as after hw.convert_module; change the original model"
+        )
     if isinstance(module, nn.MultiheadAttention):
         yield AttentionSite("q_proj", "k_proj", "v_proj", "out_proj", heads=module.num_heads)
         return
@@ -140,17 +154,17 @@ def _list_projections(model: nn.Module, site: Site) -> Iterator[AttentionSite]:
     proposed = [declared] if declared is not None else list(propose_sites(module, site.heads, site.kv or site.heads))
     if not proposed:
         raise SpecError(
-            f"cannot prune {site.name}: its projections are not declared; call "
+            f"cannot change {site.name}: its projections are not declared; call "
             "hw.declare(module, hw.AttentionSite(q=..., k=..., v=..., out=..., heads=...))"
         )
     if declared is not None and not site.prune.possible:
-        raise SpecError(f"cannot prune {site.name}: {site.prune.reason}")
+        raise SpecError(f"cannot change {site.name}: {site.prune.reason}")
     yield from proposed
 
 
 def _cut_copy(model: nn.Module, cuts: Mapping[str, HeadCut]) -> tuple[nn.Module, int]:
     """A copy of a model with these cuts, and the number of parameters removed."""
-    after, removed_params = copy.deepcopy(model), 0
+    after, removed_params = copy_declared(model), 0
     for path, cut in cuts.items():
         module = split_multihead(after, path)
         before = sum(parameter.numel() for parameter in module.parameters())
@@ -166,7 +180,14 @@ def _make_cut(
     model: nn.Module, by_name: Mapping[str, SiteModule], name: str, change: tuple[AttentionSite, Iterable[int]]
 ) -> HeadCut:
     """The cut of one site by its projections and removed heads; raises if other modules share its weights."""
-    site, (projections, removed) = by_name[name].site, change
+    projections, removed = change
+    check_unshared(model, by_name, name, projections)
+    return HeadCut.without(projections, name, removed)
+
+
+def check_unshared(model: nn.Module, by_name: Mapping[str, SiteModule], name: str, projections: AttentionSite) -> None:
+    """Raise if other modules share the weights of a site, or if its module runs at several depths."""
+    site = by_name[name].site
     module = model.get_submodule(site.path)
     names = (projections.q, projections.k, projections.v, projections.out)
     is_multihead = isinstance(module, nn.MultiheadAttention)
@@ -174,10 +195,9 @@ def _make_cut(
     tensors = {id(parameter) for owner in owners for parameter in owner.parameters()}
     used = [path for path, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in tensors]
     if shared := [path for path in used if not path.startswith(f"{site.path}." if site.path else "")]:
-        raise SpecError(f"cannot prune {name}: {shared[0]} has the same weights; untie them first")
+        raise SpecError(f"cannot change {name}: {shared[0]} has the same weights; untie them first")
     if site.same_as is not None or any(other.site.same_as == name for other in by_name.values()):
-        raise SpecError(f"cannot prune {name}: its module runs at several depths; copy it first")
-    return HeadCut.without(projections, name, removed)
+        raise SpecError(f"cannot change {name}: its module runs at several depths; copy it first")
 
 
 def count_removed_params(module: nn.Module, cut: HeadCut) -> int:
@@ -218,17 +238,18 @@ def _cut_module(module: nn.Module, cut: HeadCut) -> None:
     heads, kv_heads = len(cut.heads), len(cut.kv_heads)
     counts = {"heads": heads, "kv_heads": kv_heads, "q": heads * query_width, "k": kv_heads * query_width}
     counts |= {"v": kv_heads * width, "out": heads * width}
-    for name, size in (_usual_attributes(module, site) | dict(site.attributes)).items():
+    for name, size in read_size_attributes(module, site).items():
         setattr(module, name, counts[size])
     declare(module, replace(site, heads=heads, kv_heads=kv_heads))
 
 
-def _usual_attributes(module: nn.Module, site: AttentionSite) -> dict[str, str]:
-    """Attributes that hold the numbers of heads by their usual names."""
+def read_size_attributes(module: nn.Module, site: AttentionSite) -> dict[str, str]:
+    """Attributes that hold sizes: those that are declared, and the numbers of heads by their usual names."""
     usual = {"kv_heads": (NUM_KV_HEADS_NAMES, site.num_kv_heads), "heads": (NUM_HEADS_NAMES, site.heads)}
-    return {
+    usual_attributes = {
         name: size for size, (names, count) in usual.items() for name in names if getattr(module, name, None) == count
     }
+    return usual_attributes | dict(site.attributes)
 
 
 def _cut_tensor(owner: nn.Module, name: str, axis: int, blocks: tuple[int, Sequence[int]]) -> None:
@@ -245,31 +266,67 @@ def _cut_tensor(owner: nn.Module, name: str, axis: int, blocks: tuple[int, Seque
 def _compare_with_ablated(model: nn.Module, after: nn.Module, heads: Sequence[HeadId], example: Any) -> float:
     """Relative difference of the pruned from the ablated model on an example; raises if it is large."""
     inputs = prepare_inputs(model, example, 0)
-    with torch.no_grad(), ablate(model, heads):
-        expected = _tensors(model(*inputs.args, **inputs.kwargs))
+    by_name = {site_module.site.name: site_module.site.path for site_module in find_attention(model)}
+    paths = sorted({by_name[name] for name, _ in heads})
+    with ablate(model, heads):
+        expected = run_and_record(model, inputs, paths)
     remedy = (
         "name the sizes that its forward reads in AttentionSite(attributes=...), and other parameters with heads in "
         "per_head=..."
     )
     try:
-        with torch.no_grad():
-            actual = _tensors(after(*inputs.args, **inputs.kwargs))
+        actual = run_and_record(after, inputs, paths)
     except Exception as error:  # the model may raise anything
         message = " ".join(str(error).split())[:200]
         raise SpecError(f"the pruned {type(model).__name__} cannot run: {message}; {remedy}") from error
     if [tensor.shape for tensor in actual] != [tensor.shape for tensor in expected]:
         raise SpecError(f"the outputs of the pruned {type(model).__name__} have other shapes; {remedy}")
-    difference = max(
-        (float((one - other).abs().max() / other.abs().max().clamp_min(1e-30)) for one, other in
-         zip(actual, expected, strict=True) if other.is_floating_point() and other.numel()),
-        default=0.0,
-    )  # fmt: skip
+    difference = largest_difference(actual, expected)
     if not difference <= TOLERANCE:
         raise SpecError(
             f"the pruned {type(model).__name__} differs from the ablated one by {difference:.2g} of the largest "
             f"output; {remedy}"
         )
     return difference
+
+
+# --- Outputs of two models compared ------------------------------------------------------------------------
+
+
+def run_and_record(
+    model: nn.Module, inputs: ModelInputs, paths: Sequence[str], tensors: Mapping[str, Tensor] = MappingProxyType({})
+) -> list[Tensor]:
+    """The outputs of a model, and before them those of its modules at `paths`, in the order of their calls.
+
+    The outputs alone would prove nothing if they do not depend on the modules, as with a last layer of zeros. `tensors`
+    take the place of parameters during the run.
+    """
+    recorded: list[Tensor] = []
+
+    def record(module: nn.Module, args: Any, output: Any) -> None:
+        # Weights of heads, which nn.MultiheadAttention returns after the output, are not compared.
+        recorded.extend(_tensors(output)[:1])
+
+    handles = [model.get_submodule(path).register_forward_hook(record) for path in paths]
+    try:
+        with torch.no_grad():
+            outputs = functional_call(model, dict(tensors), inputs.args, dict(inputs.kwargs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [*recorded, *_tensors(outputs)]
+
+
+def largest_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Largest difference of two lists of tensors, relative to the largest value of each."""
+    return max(
+        (
+            float((one - other).abs().max() / other.abs().max().clamp_min(1e-30))
+            for one, other in zip(actual, expected, strict=True)
+            if other.is_floating_point() and other.numel()
+        ),
+        default=0.0,
+    )
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -5,6 +5,7 @@ The user declares a module with `declare`; `propose_sites` proposes declarations
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -146,6 +147,15 @@ def get_declaration(module: nn.Module) -> AttentionDeclaration | None:
     return _DECLARATIONS.get(module)
 
 
+def copy_declared(model: nn.Module) -> nn.Module:
+    """A copy of a model whose modules are declared as those of the model are."""
+    model_copy = copy.deepcopy(model)
+    for module, copied in zip(model.modules(), model_copy.modules(), strict=True):
+        if (declaration := get_declaration(module)) is not None:
+            _DECLARATIONS[copied] = declaration
+    return model_copy
+
+
 def get_input_width(module: nn.Module) -> int:
     """Number of input channels of a projection; 0 if the module is not a projection."""
     in_features = getattr(module, "in_features", None)  # nn.Linear and its replacements
@@ -180,6 +190,7 @@ SEPARATE_NAMES = (
     ("wq", "wk", "wv"),
 )
 OUTPUT_NAMES = ("proj", "out_proj", "o_proj", "to_out", "to_out.0", "dense", "c_proj", "out", "wo", "o")
+PER_HEAD_TENSORS = {"relative_position_bias_table": 1, "q_bias": 0, "k_bias": 0, "v_bias": 0}  # their axis of heads
 WIDTH_NAMES = ("attn_dim", "inner_dim", "all_head_size")  # attributes with the channels of all heads
 
 
@@ -197,7 +208,9 @@ def propose_sites(module: nn.Module, heads: int, kv_heads: int) -> Iterator[Atte
     names += [(*three, FUSED_LAYOUTS[0]) for three in SEPARATE_NAMES]
     for q, k, v, layout in names:
         for out in OUTPUT_NAMES:
-            site = AttentionSite(q, k, v, out, heads, kv_heads, layout, _width_attributes(module, out))
+            site = AttentionSite(
+                q, k, v, out, heads, kv_heads, layout, _width_attributes(module, out), _per_head_tensors(module, heads)
+            )
             try:
                 site.check(module)
             except ValueError:
@@ -209,3 +222,13 @@ def _width_attributes(module: nn.Module, out: str) -> dict[str, str]:
     """Attributes that hold the input channels of the output projection."""
     width = getattr(dict(module.named_modules()).get(out), "in_features", None)
     return {name: "out" for name in WIDTH_NAMES if width is not None and getattr(module, name, None) == width}
+
+
+def _per_head_tensors(module: nn.Module, heads: int) -> dict[str, int]:
+    """Parameters and buffers with heads, and their axis of heads."""
+    tensors = {name: _find_tensor(module, name) for name in PER_HEAD_TENSORS}
+    return {
+        name: axis
+        for name, axis in PER_HEAD_TENSORS.items()
+        if (tensor := tensors[name]) is not None and tensor.dim() > axis and tensor.shape[axis] % heads == 0
+    }

@@ -111,9 +111,11 @@ CROSS_ATTENTION_NAME = re.compile(r"cross|enc_?dec|encoder_attn|multihead_attn",
 
 UNKNOWN_STACK = "model"  # stack name if neither path nor attributes identify encoder or decoder
 NOT_PRUNABLE = Ability(
-    False, "headwise cannot load this model as its own; declare its projections with hw.AttentionSite to prune it"
+    False, "headwise cannot load this model as its own; hw.prune_module(model, heads, example) removes its heads"
 )
-NOT_CONVERTIBLE = Ability(False, "headwise cannot load this model as its own, which conversion needs")
+NOT_CONVERTIBLE = Ability(
+    False, "headwise cannot load this model as its own; hw.convert_module(model, kv, example) shares keys and values"
+)
 
 
 class HeadSizes(NamedTuple):
