@@ -255,7 +255,6 @@ def list_tensors(result: Any) -> list[Any]:
     return [] if result is None else [result]
 
 
-@compile_when_called()
 def compare_rows(
     names: Sequence[str], quick: bool, max_seconds: float, clock: Callable[[], float]
 ) -> Iterator[RowChoice]:
@@ -264,7 +263,9 @@ def compare_rows(
         torch.manual_seed(0)
         for case in runner.case_kinds()[kind].make_cases(quick):
             if any(part in case.name.lower() for part in parts):
-                yield compare_paths(case, f"{kind}: {case.name}", max_seconds, clock)
+                with compile_when_called():
+                    row = compare_paths(case, f"{kind}: {case.name}", max_seconds, clock)
+                yield row
             gc.collect()
 
 

@@ -1,6 +1,7 @@
 """The generated parts of docs/benchmarks.md and docs/backends.md: the last measurements of `headwise bench`.
 
-`headwise bench --out docs` and `headwise bench --scaling --out docs` write these measurements.
+`headwise bench --out docs` and `headwise bench --scaling --out docs` write these measurements. The page also compares
+the targets of every machine whose bench.json is kept as docs/bench-CLASS.json.
 """
 
 from __future__ import annotations
@@ -22,10 +23,30 @@ CHART = "![Time of every library relative to headwise, with the targets](bench.s
 
 
 def benchmarks_page() -> str:
-    """The machine, the targets, the chart, and every row with its peers."""
+    """The machine, the targets, the chart, the targets on all machines, and every row with its peers."""
     report = BenchmarkReport.read(MEASURED)
-    parts = [machine_list(report.machine), target_summary(report.rows), CHART, *sections(report.rows)]
-    return "\n\n".join(parts)
+    others = [BenchmarkReport.read(path) for path in sorted(MEASURED.parent.glob("bench-*.json"))]
+    parts = [machine_list(report.machine), target_summary(report.rows), CHART]
+    parts += [machine_comparison([report, *others])] if others else []
+    return "\n\n".join([*parts, *sections(report.rows)])
+
+
+def machine_comparison(reports: Sequence[BenchmarkReport]) -> str:
+    """What was reached on every machine, for each target; missed targets are bold."""
+    reached: dict[tuple[str, str, str], dict[int, str]] = {}
+    for number, report in enumerate(reports):
+        for row in report.rows:
+            for target in row["aim"]:
+                name, against, aim, value, _ = target_row(row, target)
+                cells = reached.setdefault((name, against, aim), {})
+                cells[number] = f"**{value}**" if target["met"] is False else value if target["met"] else f"{value} ?"
+    head = [f"{r.machine['processor']}, {r.machine.get('date', '')}".rstrip(", ") for r in reports]
+    rows = [[*key, *(cells.get(number, "-") for number in range(len(reports)))] for key, cells in reached.items()]
+    counts = [sum(target["met"] is True for row in r.rows for target in row["aim"]) for r in reports]
+    met = "; ".join(f"{count} met on {name}" for count, name in zip(counts, head, strict=True))
+    machines = "\n\n".join(machine_list(r.machine) for r in reports[1:])
+    legend = f"Bold: missed. ?: no verdict. -: not measured there. {met}."
+    return f"## Targets by machine\n\n{legend}\n\n{table(['row', 'against', 'target', *head], rows)}\n\n{machines}"
 
 
 def machine_list(machine: Mapping[str, Any]) -> str:

@@ -282,3 +282,12 @@ def test_the_page_of_rows_has_a_table_for_each(monkeypatch: pytest.MonkeyPatch, 
     assert "1 of 1 targets are met." in result
     assert "| one | 1.00 s | 2.00 x | 2 % | 2.00 x: met |" in result
     assert "What was tried" not in result
+    assert "by machine" not in result
+    other = {**MACHINE, "processor": "another", "date": "2026-11-26"}
+    (tmp_path / "bench-x86-amx.json").write_text(json.dumps({"machine": other, "rows": [row]}))
+    result = benchmark_pages.benchmarks_page()
+    assert "| row | against | target | some processor | another, 2026-11-26 |" in result
+    assert "| a case | one | 3.00 x | - | **2.00 x** |" in result
+    assert "| another | one | 2.00 x | 2.00 x | - |" in result
+    assert "1 met on some processor; 0 met on another, 2026-11-26." in result
+    assert "- another, 2 threads, 2026-11-26" in result

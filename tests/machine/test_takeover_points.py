@@ -28,6 +28,7 @@ from headwise.machine.takeover_points import (
     FROM_POINTS,
     NEVER,
     POINT_NAMES,
+    UNMEASURED,
     UP_TO_POINTS,
     assume_points,
     current_points,
@@ -40,8 +41,6 @@ from support.layer_cases import check_close
 
 PLAIN = hw.design(model=64, heads=4, pattern="causal")
 XEON = MachineCapabilities("Intel Xeon", "x86_64", ("AVX2", "AVX-512", "VNNI"), 2, 2)
-OWN_KERNELS = ("flash_cpu", "routed", "bf16_matmul", "bf16_matmul_gradients", "ragged_float32", "ragged_bfloat16",
-               "gemv_float32", "gemv_bfloat16", "gemm_float32", "gemm_bfloat16")  # fmt: skip
 
 
 # --- the table -----------------------------------------------------------------------------------------
@@ -53,7 +52,8 @@ def test_every_entry_names_a_point_and_a_machine():
     for entries in table.values():
         assert set(entries) <= set(POINT_NAMES)
         assert all(point.measured_on for point in entries.values())
-    assert set(table["x86-avx512-bf16"]) | set(table["any"]) == set(POINT_NAMES)
+    for measured_class in ("x86-avx512-bf16", "x86-amx"):
+        assert set(table[measured_class]) | set(table["any"]) == set(POINT_NAMES)
     assert not set(FROM_POINTS) & set(UP_TO_POINTS)
 
 
@@ -78,8 +78,10 @@ def test_a_wrong_entry_is_refused(tmp_path: Path, text: str):
 @pytest.mark.parametrize("name", [name for name in MACHINE_CLASSES if name not in read_table()])
 def test_where_nobody_measured_no_kernel_is_preferred(name: str):
     points = points_of_class(name)
-    assert all(math.isinf(points.points[point].size) for point in OWN_KERNELS)
-    assert points.points["gemm_tokens_float32"].size == points.points["varlen"].size == 0
+    measured_anywhere = read_table()["any"]
+    assert all(points.points[point] == UNMEASURED[point] for point in POINT_NAMES if point not in measured_anywhere)
+    assert UNMEASURED["flash_cpu"].size == math.inf
+    assert UNMEASURED["gemm_tokens_float32"].size == UNMEASURED["bf16_matmul_gradients"].size == 0
     with assume_points(points):
         for dtype in ("fp32", "bf16"):
             for tokens in (20, 5000):
@@ -120,6 +122,17 @@ def test_products_in_bf16_need_the_instructions():
                 [reason] = hw.why(PLAIN, tokens=1024, dtype="bf16").reasons_against["bf16_matmul"]
                 assert reason == "torch's fused call takes less time on this class of machine (x86-avx512)"
     assert chosen == {"x86-avx512": ["sdpa", "sdpa"], "x86-avx512-bf16": ["bf16_matmul", "bf16_matmul"]}
+
+
+def test_a_point_up_to_which_products_are_faster():
+    """With AMX, torch's fused bfloat16 call is faster from some hundred keys on, and forward passes at every length."""
+    with assume_points(points_of_class("x86-amx", 2)):
+        few, many = (hw.why(PLAIN, tokens=tokens, dtype="bf16", when=["grad"]) for tokens in (300, 1024))
+        assert hw.why(PLAIN, tokens=300, dtype="bf16").backend == "sdpa"
+    assert (few.backend, many.backend) == ("bf16_matmul", "sdpa")
+    assert few.call.length_ranges[-2:] == [(0, "bf16_matmul"), (328, "sdpa")]
+    [reason] = many.reasons_against["bf16_matmul"]
+    assert reason == "torch's fused call takes less time above 327 keys; this call has 1,024"
 
 
 def test_a_layer_made_on_one_class_runs_by_the_points_of_the_call():

@@ -60,7 +60,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 
 
 def is_preferred(call: CallSignature) -> bool:
-    """Whether it is tried before torch's call: in bfloat16 on a CPU, from its take-over point on."""
+    """Whether it is tried before torch's call: in bfloat16 on a CPU, on its side of the take-over points."""
     return call.device == "cpu" and call.dtype == torch.bfloat16
 
 
@@ -71,8 +71,10 @@ def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list
     """Why another backend is preferred at this size; in other dtypes it is the last resort at every size."""
     if not is_preferred(call):
         return []
-    point = "bf16_matmul_gradients" if call.needs_grad else "bf16_matmul"
-    return call.slower_below(point, size, "torch's fused call takes less time")
+    faster = "torch's fused call takes less time"
+    if call.needs_grad:
+        return call.slower_above("bf16_matmul_gradients", size, faster)
+    return call.slower_below("bf16_matmul", size, faster)
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:

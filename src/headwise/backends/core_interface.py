@@ -94,7 +94,20 @@ class CallSignature:
         if self.device != "cpu" or self.single_query:
             return []
         least = takeover_size(point)
-        return [] if size.keys >= least else [slower_reason(point, least, faster, f"{size.keys:,}")]
+        if size.keys >= least:
+            return []
+        limit = f"{faster} below {int(least):,} keys; this call has {size.keys:,}" if math.isfinite(least) else ""
+        return [limit or slower_at_every_size(point, faster)]
+
+    def slower_above(self, point: str, size: CallSize, faster: str) -> list[str]:
+        """Why another backend runs a call with many keys, as `slower_below`."""
+        if self.device != "cpu" or self.single_query:
+            return []
+        most = takeover_size(point)
+        if size.keys <= most:
+            return []
+        limit = f"{faster} above {int(most):,} keys; this call has {size.keys:,}" if most else ""
+        return [limit or slower_at_every_size(point, faster)]
 
 
 class CoreInputs(NamedTuple):
@@ -119,17 +132,15 @@ def no_tensor_conflicts(call: CallSignature, attention_mask: AttentionMask, inpu
     return []
 
 
-def slower_reason(point: str, least: float, faster: str, size: str) -> str:
-    """Why the path of a take-over point does not run a call of this size."""
-    if math.isfinite(least):
-        return f"{faster} below {int(least):,} keys; this call has {size}"
+def slower_at_every_size(point: str, faster: str) -> str:
+    """Why the path of a take-over point runs no call on this class of machine."""
     points = current_points()
     if points.points[point].measured_on:
         return f"{faster} on this class of machine ({points.machine_class})"
     return f"not measured on this class of machine ({points.machine_class}); {CALIBRATE_COMMAND} measures it"
 
 
-slower_reason._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - torch reads it
+slower_at_every_size._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - torch reads it
 
 
 def never_slower(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:

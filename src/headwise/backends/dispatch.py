@@ -22,7 +22,7 @@ from torch import Tensor
 from ..errors import NoBackend, suggest
 from ..interfaces.core_types import CallSize, Probe
 from ..kernels.varlen_attention import VARLEN_KERNELS
-from ..machine.takeover_points import takeover_size
+from ..machine.takeover_points import UP_TO_POINTS, takeover_size
 from ..masking.patterns import PerHead
 from ..masking.sequence_info import AttentionMask, mask_shape
 from . import (
@@ -261,7 +261,7 @@ def contiguous_mask_shape(call: CallSignature, size: CallSize) -> str:
 
 def _deciding_lengths(call: CallSignature) -> list[int]:
     first, last = call.pattern.retention
-    sizes = [takeover_size(point) for point in POINTS_IN_KEYS]
+    sizes = [takeover_size(point) + (point in UP_TO_POINTS) for point in POINTS_IN_KEYS]
     if per_token := ragged_decode.bytes_per_token(call):
         sizes.append(ragged_decode.min_bytes(call) / per_token)
     lengths = {1, *(math.ceil(size) for size in sizes if 0 < size < math.inf)}

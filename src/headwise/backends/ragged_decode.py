@@ -19,7 +19,7 @@ from ..parts.sink_softmax import SinkSoftmax
 from ..parts.softcap import Softcap
 from ..spec.attention_spec import AttentionSpec
 from . import sdpa
-from .core_interface import CallSignature, CoreInputs, CoreSteps, no_tensor_conflicts, slower_reason
+from .core_interface import CallSignature, CoreInputs, CoreSteps, no_tensor_conflicts, slower_at_every_size
 
 RAGGED_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 # The take-over points, in bytes of keys and values; torch's fused call is slow in bfloat16.
@@ -81,7 +81,7 @@ def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list
     if nbytes >= least or not bytes_per_token(call):
         return []
     if math.isinf(least):
-        return [slower_reason(POINT_BY_DTYPE[call.dtype], least, "torch's fused call takes less time", "")]
+        return [slower_at_every_size(POINT_BY_DTYPE[call.dtype], "torch's fused call takes less time")]
     return [
         f"plain calls take less time below {least / 2**20:.3g} MiB of keys and values; this call has {nbytes:,} bytes"
     ]

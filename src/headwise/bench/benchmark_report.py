@@ -68,8 +68,10 @@ class BenchmarkReport:
 def machine_heading(machine: Mapping[str, Any]) -> Iterator[str]:
     """Yield lines about the machine: processor, measured rates, versions, and warnings."""
     threads = machine["threads"]
-    duration = f"; total time {format_duration(machine['took'])}" if "took" in machine else ""  # missing in older files
-    yield from wrap_lines(f"{machine['processor']}, {threads} thread{'s' if threads > 1 else ''}{duration}")
+    about = [f"{threads} thread{'s' if threads > 1 else ''}"]
+    about += [machine["date"]] if "date" in machine else []  # both are missing in older files
+    duration = f"; total time {format_duration(machine['took'])}" if "took" in machine else ""
+    yield from wrap_lines(f"{machine['processor']}, {', '.join(about)}{duration}")
     rates = {name: rate / 1e9 for name, rate in machine.items() if name.endswith("_per_second")}
     yield from wrap_lines(
         f"reads {rates['read_bytes_per_second']:.1f} GB/s, copies {rates['copy_bytes_per_second']:.1f}; products "

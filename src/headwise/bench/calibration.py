@@ -116,7 +116,9 @@ def measurements() -> dict[str, PointMeasurement]:
         "routed": PointMeasurement((512, 1024, 2048), lambda size: _layer_call({"preset": "moh"}, size)),
         "linear": PointMeasurement((64, 128, 256, 512), lambda size: _layer_call(linear_heads, size)),
         "bf16_matmul": PointMeasurement((64, 256, 1024), lambda size: _layer_call(plain, size, bf16, needs_grad=False)),
-        "bf16_matmul_gradients": PointMeasurement((64, 256, 1024), lambda size: _layer_call(plain, size, bf16)),
+        "bf16_matmul_gradients": PointMeasurement(
+            (64, 128, 256, 512, 1024), lambda size: _layer_call(plain, size, bf16)
+        ),
         "varlen": PointMeasurement((16, 64, 128, 256, 512), _packed_call),
         "elementwise": PointMeasurement((2**10, 2**12, 2**14, 2**16), _norm_call),
         "bf16_training": PointMeasurement((2**20,), _training_call),

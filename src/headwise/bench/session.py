@@ -178,6 +178,7 @@ def describe_machine(limits: MachineLimits, threads: int) -> dict[str, Any]:
     name = torch.cuda.get_device_name() if limits.device_type == "cuda" else this_machine().processor
     return {
         "processor": name,
+        "date": time.strftime("%Y-%m-%d"),
         "threads": threads,
         "processors": num_processors(),
         "capabilities": this_machine().data,

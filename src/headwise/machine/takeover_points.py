@@ -39,7 +39,6 @@ FROM_POINTS = {
     "routed": "keys",
     "linear": "keys",
     "bf16_matmul": "keys",
-    "bf16_matmul_gradients": "keys",
     "ragged_float32": "bytes of keys and values",
     "ragged_bfloat16": "bytes of keys and values",
     "gemv_float32": "bytes of weights, for one token",
@@ -49,6 +48,7 @@ FROM_POINTS = {
     "bf16_training": "parameters",
 }
 UP_TO_POINTS = {
+    "bf16_matmul_gradients": "keys",
     "gemm_tokens_float32": "tokens",
     "gemm_tokens_bfloat16": "tokens",
     "varlen": "tokens of a packed sequence",
@@ -128,10 +128,10 @@ def _read_point(
 ) -> TakeoverPoint:
     kind = "from" if name in FROM_POINTS else "up_to"
     size = entry.get("one_thread", entry.get(kind)) if threads == 1 and kind in entry else entry.get(kind)
-    if name not in POINT_NAMES or entry.get("on") not in machines or not (size == "never" or isinstance(size, int)):
+    words = {"never": NEVER, "always": 0.0} if kind == "from" else {"never": 0.0, "always": NEVER}
+    if name not in POINT_NAMES or entry.get("on") not in machines or not (size in words or isinstance(size, int)):
         raise ValueError(f"{TABLE_FILE.name} has an entry {name} = {dict(entry)} without {kind!r} and 'on'")
-    never = NEVER if kind == "from" else 0
-    return TakeoverPoint(never if size == "never" else float(str(size)), machines[str(entry["on"])])
+    return TakeoverPoint(words.get(str(size), size), machines[str(entry["on"])])
 
 
 def points_of_class(machine_class: str, threads: int | None = None) -> TakeoverPoints:
