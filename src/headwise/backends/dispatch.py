@@ -61,7 +61,15 @@ BACKENDS: dict[str, ModuleType] = {
 
 SLOWER_THAN_DENSE_IF_SHORT = ("sdpa", "bf16_matmul", "flash_cpu", "block_sparse")
 # Take-over points that are numbers of keys.
-POINTS_IN_KEYS = ("block_sparse", "linear", "routed", "flash_cpu", "bf16_matmul", "bf16_matmul_gradients")
+POINTS_IN_KEYS = (
+    "block_sparse",
+    "linear",
+    "routed",
+    "flash_cpu",
+    "flash_cpu_full",
+    "bf16_matmul",
+    "bf16_matmul_gradients",
+)
 MASK_PER_HEAD_BACKENDS = ("chunked", "dense")  # those that support heads with different patterns in one call
 LONGEST = CallSize(1, 2**62, 2**62, 2**62)  # a size beyond every finite take-over point
 MAX_COUNTED_KEYS = 2**14  # keys up to which the pairs of a pattern are counted to know the shape of its mask

@@ -38,7 +38,8 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 
 def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
     """Why another backend is preferred at this size."""
-    return call.slower_below("flash_cpu", size, "torch's fused call takes less time")
+    point = "flash_cpu_full" if mask_shape == "full" else "flash_cpu"
+    return call.slower_below(point, size, "torch's fused call takes less time")
 
 
 def tensor_conflicts(call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs) -> list[str]:

@@ -109,9 +109,10 @@ def measurements() -> dict[str, PointMeasurement]:
     """Every point with its sizes, in the order in which they are measured."""
     lengths, bf16 = (32, 64, 128, 256, 512), torch.bfloat16
     plain, window = {"preset": "mha", "pattern": "causal()"}, {"preset": "mha", "pattern": "window(128)"}
-    linear_heads = {"preset": "linear"}
+    linear_heads, full = {"preset": "linear"}, {"preset": "mha"}
     points = {
         "flash_cpu": PointMeasurement(lengths, lambda size: _layer_call(plain, size)),
+        "flash_cpu_full": PointMeasurement((64, 256, 1024), lambda size: _layer_call(full, size)),
         "block_sparse": PointMeasurement((192, 256, 384, 512, 1024), lambda size: _layer_call(window, size)),
         "routed": PointMeasurement((512, 1024, 2048), lambda size: _layer_call({"preset": "moh"}, size)),
         "linear": PointMeasurement((64, 128, 256, 512), lambda size: _layer_call(linear_heads, size)),
