@@ -132,7 +132,7 @@ def _read_point(
     words = {"never": NEVER, "always": 0.0} if kind == "from" else {"never": 0.0, "always": NEVER}
     if name not in POINT_NAMES or entry.get("on") not in machines or not (size in words or isinstance(size, int)):
         raise ValueError(f"{TABLE_FILE.name} has an entry {name} = {dict(entry)} without {kind!r} and 'on'")
-    return TakeoverPoint(words.get(str(size), size), machines[str(entry["on"])])
+    return TakeoverPoint(words[str(size)] if size in words else float(str(size)), machines[str(entry["on"])])
 
 
 def points_of_class(machine_class: str, threads: int | None = None) -> TakeoverPoints:
