@@ -139,6 +139,82 @@ def test_log_probabilities_are_those_of_the_model(client: openai.OpenAI, net: Tr
     assert scored.choices[0].logprobs.text_offset == [0, 1, 2, 3]
 
 
+def expected_logprobs(net: Transformer, prompt: bytes, output: bytes) -> torch.Tensor:
+    """Log-probabilities [tokens, vocabulary] at each output token, by one pass in float64."""
+    with torch.no_grad():
+        logits = copy.deepcopy(net).double()(torch.tensor([[*prompt, *output]]))
+    return logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+
+
+def test_log_probabilities_of_streams(client: openai.OpenAI, net: Transformer):
+    """While decoding: equal to those of the whole answer and of a float64 pass; token by token, before the end."""
+    options: dict[str, Any] = {"model": "small", "prompt": "Once", "max_tokens": 24, "temperature": 0, "logprobs": 4}
+    whole = client.completions.create(**options).choices[0]
+    chunks = [chunk.choices[0] for chunk in client.completions.create(stream=True, **options)]
+    parts = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
+    assert whole.logprobs is not None
+    assert len(parts) > 3
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        joined = [value for part in parts for value in getattr(part, name)]
+        assert joined == (
+            pytest.approx(getattr(whole.logprobs, name), abs=1e-5) if name != "tokens" else whole.logprobs.tokens
+        )
+    ids = hw.generate(net, [*b"Once"], max_new_tokens=24)
+    expected = expected_logprobs(net, b"Once", bytes(ids))
+    assert whole.logprobs.token_logprobs == pytest.approx(expected[range(len(ids)), ids].tolist(), abs=1e-4)
+    tops = [top for part in parts for top in part.top_logprobs or ()]
+    for top, row in zip(tops, expected, strict=True):
+        assert sorted(top.values(), reverse=True) == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    chat: dict[str, Any] = {"model": "small", "messages": messages, "max_tokens": 9, "temperature": 0}
+    chat |= {"logprobs": True, "top_logprobs": 2}
+    message = client.chat.completions.create(**chat).choices[0].logprobs
+    deltas = [chunk.choices[0].logprobs for chunk in client.chat.completions.create(stream=True, **chat)]
+    tokens = [token for delta in deltas if delta for token in delta.content or ()]
+    assert message is not None
+    assert [token.token for token in tokens] == [token.token for token in message.content or ()]
+    assert [token.logprob for token in tokens] == pytest.approx(
+        [token.logprob for token in message.content or ()], abs=1e-5
+    )
+    assert all(len(token.top_logprobs) == 2 for token in tokens)
+
+
+def test_log_probabilities_end_with_the_stop_text_and_ignore_constraints(client: openai.OpenAI, net: Transformer):
+    text = hw.generate(net, "Once", max_new_tokens=30)
+    options: dict[str, Any] = {"model": "small", "prompt": "Once", "max_tokens": 30, "logprobs": 1}
+    stop = text[8:10]
+    for is_streamed in (False, True):
+        answer = client.completions.create(temperature=0, stop=stop, stream=is_streamed, **options)
+        choices = [chunk.choices[0] for chunk in answer] if is_streamed else [answer.choices[0]]
+        tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.tokens or ()]
+        assert "".join(tokens) == text[: text.index(stop)] == "".join(choice.text for choice in choices)
+    extra = {"structured_outputs": {"regex": "[a-f]{5}[0-9]"}}
+    choice = client.completions.create(temperature=1, seed=5, extra_body=extra, **options).choices[0]
+    assert choice.logprobs is not None
+    expected = expected_logprobs(net, b"Once", choice.text.encode())
+    chosen = expected[range(6), [*choice.text.encode()]]
+    assert choice.logprobs.token_logprobs == pytest.approx(chosen.tolist(), abs=1e-4)
+
+
+def test_the_model_runs_once_for_log_probabilities(
+    client: openai.OpenAI, net: Transformer, monkeypatch: pytest.MonkeyPatch
+):
+    """No second pass over the text, as long as the prompt is not echoed."""
+    calls: list[int] = []
+    forward = type(net).forward
+
+    def counted(self: Transformer, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(x.shape[1])
+        return forward(self, x, *args, **kwargs)
+
+    monkeypatch.setattr(type(net), "forward", counted)
+    options: dict[str, Any] = {"model": "small", "prompt": "Once", "max_tokens": 7, "temperature": 0, "logprobs": 1}
+    assert client.completions.create(**options).usage.completion_tokens == 7
+    assert calls == []
+    client.completions.create(echo=True, **options)
+    assert calls == [4]
+
+
 def test_answers_of_a_form(client: openai.OpenAI, net: Transformer):
     """By OpenAI's own fields and by those of vLLM: JSON of a schema, any JSON object, a regular expression."""
     schema = {

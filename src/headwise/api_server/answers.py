@@ -25,6 +25,20 @@ class Choice(NamedTuple):
 
 
 @dataclass(frozen=True)
+class TextDelta:
+    """New text of one output; `ended` says how it ended, and is empty before.
+
+    `scores` are those of its tokens, if they were asked for; they begin `offset` characters into the output.
+    """
+
+    index: int
+    text: str
+    ended: str = ""
+    scores: Sequence[TokenScore] | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True)
 class AnswerFormat:
     """Makes the answers to one request: a completion, or a message of a chat."""
 
@@ -41,15 +55,20 @@ class AnswerFormat:
         ]
         return {**self._head("chat.completion"), "choices": choice_documents, "usage": usage}
 
-    def chunk(self, index: int, text: str, ended: str = "", *, is_first: bool = False) -> bytes:
-        """One event of a stream: new text of one output, or its end."""
-        finish_reason = FINISH_REASONS[ended] if ended else None
-        choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason, "logprobs": None}
+    def chunk(self, delta: TextDelta, *, is_first: bool = False) -> bytes:
+        """One event of a stream: new text of one output."""
+        choice: dict[str, Any] = {"index": delta.index, "finish_reason": None}
+        choice["logprobs"] = self._logprobs(delta.scores, delta.offset)
         if self.is_chat:
-            role = {"role": "assistant"} if is_first else {}
-            choice["delta"] = {} if ended else {**role, "content": text}
+            choice["delta"] = {**({"role": "assistant"} if is_first else {}), "content": delta.text}
         else:
-            choice["text"] = text
+            choice["text"] = delta.text
+        return event({**self._head("chat.completion.chunk"), "choices": [choice]})
+
+    def end_chunk(self, delta: TextDelta) -> bytes:
+        """The event that says how an output ended."""
+        choice: dict[str, Any] = {"index": delta.index, "finish_reason": FINISH_REASONS[delta.ended], "logprobs": None}
+        choice |= {"delta": {}} if self.is_chat else {"text": ""}
         return event({**self._head("chat.completion.chunk"), "choices": [choice]})
 
     def usage_chunk(self, usage: dict[str, int]) -> bytes:
@@ -61,15 +80,18 @@ class AnswerFormat:
         return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
 
     def _text_choice(self, choice: Choice) -> dict[str, Any]:
-        logprobs = None if choice.scores is None else _text_logprobs(choice.scores)
-        reason = FINISH_REASONS[choice.ended]
+        logprobs, reason = self._logprobs(choice.scores), FINISH_REASONS[choice.ended]
         return {"index": choice.index, "text": choice.text, "finish_reason": reason, "logprobs": logprobs}
 
     def _chat_choice(self, choice: Choice) -> dict[str, Any]:
-        logprobs = None if choice.scores is None else {"content": [_chat_logprob(score) for score in choice.scores]}
+        logprobs, reason = self._logprobs(choice.scores), FINISH_REASONS[choice.ended]
         message = {"role": "assistant", "content": choice.text}
-        reason = FINISH_REASONS[choice.ended]
         return {"index": choice.index, "message": message, "finish_reason": reason, "logprobs": logprobs}
+
+    def _logprobs(self, scores: Sequence[TokenScore] | None, offset: int = 0) -> dict[str, Any] | None:
+        if scores is None:
+            return None
+        return {"content": list(map(_chat_logprob, scores))} if self.is_chat else _text_logprobs(scores, offset)
 
 
 def make_usage(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, int]:
@@ -92,10 +114,9 @@ def event(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
 
 
-def _text_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
-    offsets = [0]
-    for score in scores[:-1]:
-        offsets.append(offsets[-1] + len(score.text))
+def _text_logprobs(scores: Sequence[TokenScore], offset: int) -> dict[str, Any]:
+    lengths = [len(score.text) for score in scores]
+    offsets = [offset + sum(lengths[:n]) for n in range(len(scores))]
     return {
         "tokens": [score.text for score in scores],
         "token_logprobs": [score.logprob for score in scores],

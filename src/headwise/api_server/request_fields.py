@@ -164,9 +164,8 @@ class _FieldReader:
         if options is not None and not isinstance(options, Mapping):
             raise FieldError("stream_options", 'stream_options is not an object; give {"include_usage": true}')
         is_streamed = self.boolean("stream")
-        if is_streamed and (echo or top_logprobs is not None):
-            name = "echo" if echo else "logprobs"
-            raise FieldError(name, f"{name} is not supported in streams; leave out stream, or {name}")
+        if is_streamed and echo:
+            raise FieldError("echo", "echo is not supported in streams; leave out stream, or echo")
         assert num_choices is not None
         return GenerationFields(
             max_tokens=max_tokens,

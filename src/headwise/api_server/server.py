@@ -20,9 +20,9 @@ from ..serving import Engine
 from ..size_limits import parse_json
 from ..viewer.http_security import ASGIApp, Message, Receive, Send, allowed_hosts, is_loopback
 from ..viewer.server import open_socket
-from .answers import AnswerFormat, event, make_error, make_usage
+from .answers import AnswerFormat, TextDelta, event, make_error, make_usage
 from .chat_template import ChatTemplate
-from .generation_jobs import GenerationJob, Prompt, TextDelta
+from .generation_jobs import GenerationJob, Prompt
 from .request_fields import FieldError, GenerationFields, read_chat_fields, read_completion_fields
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -165,12 +165,12 @@ class ApiServer:
                 if isinstance(delta, Exception):
                     yield event(make_error(f"the model failed: {delta}", code="internal_error"))
                     return
-                if delta.text or delta.index not in started:
-                    yield form.chunk(delta.index, delta.text, is_first=delta.index not in started)
+                if delta.text or delta.scores or delta.index not in started:
+                    yield form.chunk(delta, is_first=delta.index not in started)
                     started.add(delta.index)
                 if delta.ended:
                     num_running -= 1
-                    yield form.chunk(delta.index, "", delta.ended)
+                    yield form.end_chunk(delta)
             if job.fields.has_usage_chunk:
                 yield form.usage_chunk(make_usage(job.num_prompt_tokens, job.num_output_tokens))
             yield b"data: [DONE]\n\n"

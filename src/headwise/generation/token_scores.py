@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of a text, in one pass of the model."""
+"""Log-probabilities of tokens: of a text in one pass of the model, and of each output token as it is chosen."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..models import Transformer
 from .text_output import REPLACEMENT_CHAR, IncrementalDetokenizer, ModelTokenizer
@@ -17,6 +18,25 @@ class TokenScore(NamedTuple):
     text: str
     logprob: float | None
     top: Sequence[tuple[str, float]]
+
+
+class TokenLogprob(NamedTuple):
+    """The log-probability of one token, and the likeliest tokens in its place with theirs."""
+
+    logprob: float
+    top_ids: Sequence[int]
+    top_logprobs: Sequence[float]
+
+    @staticmethod
+    def of(logits_V: Tensor, token_id: int, num_top: int) -> TokenLogprob:
+        """Read from the logits that predict the token, before temperature, filters and constraints.
+
+        >>> TokenLogprob.of(torch.tensor([0.5, 0.25, 0.25]).log(), 1, 1).top_ids
+        [0]
+        """
+        logprobs_V = logits_V.double().log_softmax(-1)
+        values, likeliest = logprobs_V.topk(min(num_top, len(logprobs_V)))
+        return TokenLogprob(float(logprobs_V[token_id]), likeliest.tolist(), values.tolist())
 
 
 def score_tokens(
@@ -34,23 +54,24 @@ def score_tokens(
     with torch.inference_mode():
         device = next(net.parameters()).device
         source = net.encode(torch.tensor([list(source_ids)], device=device)) if source_ids else None
-        logits = net(torch.tensor([list(ids)], device=device), source=source)[0].double()
-        logprobs = logits.log_softmax(-1).cpu()
+        logits_TV = net(torch.tensor([list(ids)], device=device), source=source)[0].cpu()
+    logprobs = [
+        TokenLogprob.of(logits_TV[position - 1], ids[position], num_top) if position else None
+        for position in range(first, len(ids))
+    ]
     detokenizer = IncrementalDetokenizer(tokenizer, () if source_ids else ids[:first])
-    scores: list[TokenScore] = []
-    for position in range(first, len(ids)):
-        start = len(detokenizer.text)
-        detokenizer.append(ids[position])
-        text = detokenizer.text[start:]
-        if position == 0:
-            scores.append(TokenScore(text, None, ()))
-            continue
-        row = logprobs[position - 1]
-        values, likeliest = row.topk(min(num_top, len(row)))
-        pairs = zip(likeliest.tolist(), values.tolist(), strict=True)
-        top = [(_name_token(tokenizer, token), value) for token, value in pairs]
-        scores.append(TokenScore(text, float(row[ids[position]]), top))
-    return scores
+    return [describe_token(detokenizer, *pair) for pair in zip(ids[first:], logprobs, strict=True)]
+
+
+def describe_token(detokenizer: IncrementalDetokenizer, token_id: int, logprob: TokenLogprob | None) -> TokenScore:
+    """Append a token to a text, and return its score with the text that it adds."""
+    start = len(detokenizer.text)
+    detokenizer.append(token_id)
+    text = detokenizer.text[start:]
+    if logprob is None:
+        return TokenScore(text, None, ())
+    names = [_name_token(detokenizer.words, top_id) for top_id in logprob.top_ids]
+    return TokenScore(text, logprob.logprob, list(zip(names, logprob.top_logprobs, strict=True)))
 
 
 def _name_token(tokenizer: ModelTokenizer, token_id: int) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..generation.decoding_state import sample_tokens
+from ..generation.token_scores import TokenLogprob
 from ..models import Transformer
 from .kv_memory import KVMemory
 from .requests import ServingRequest, split_by_size, split_prefill
@@ -218,6 +219,7 @@ class ModelRunner:
     def _append_tokens(self, requests: Sequence[ServingRequest], logits: Tensor) -> None:
         """Choose and append the next token of each request; rows with equal options are sampled together."""
         groups: dict[object, list[int]] = defaultdict(list)
+        raw_logits = logits
         if any(request.config.is_constrained for request in requests):
             logits = logits.clone()
         broken = logits.amax(-1).isnan().tolist()  # a NaN is the maximum of its row
@@ -233,5 +235,7 @@ class ModelRunner:
             temperature, how = group[0].temperature, group[0].config
             chosen = logits if len(rows) == len(logits) else logits[rows]  # without a copy if all rows are alike
             ids = sample_tokens(chosen, past, temperature=temperature, config=how, streams=numbers)
-            for request, token_id in zip(group, ids, strict=True):
+            for n, request, token_id in zip(rows, group, ids, strict=True):
+                if request.num_top is not None:
+                    request.logprobs.append(TokenLogprob.of(raw_logits[n], token_id, request.num_top))
                 request.take(token_id)
