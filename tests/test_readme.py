@@ -17,7 +17,7 @@ from headwise.parts import REGISTRY
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGLISH, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
-EXAMPLES = {path.read_text(): path.name for path in (ROOT / "examples").glob("*.*")}
+EXAMPLES = {path.read_text(): path.name for path in (ROOT / "examples").glob("*.*") if path.suffix != ".ipynb"}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 MAX_STORY_LINES = 12
 # What each story writes, and a part of what it prints.
