@@ -178,7 +178,9 @@ def test_the_report(finished: tuple[StudyResults, StudyReport, Path]):
     assert f"{mean:.4g}" in page
     assert "<script" not in page
     assert "//" not in page.replace('xmlns="http://www.w3.org/2000/svg"', "")
-    assert page.count("<svg") == 7  # strips, three costs, three axes of time
+    assert page.count("<svg") == 9  # strips, three costs, three axes of time, length of the test, decode time
+    measured = json.loads((folder / "decoding.json").read_text())["variants"]["gqa"][-1]
+    assert f"{1000 * measured['step']:.2f} | {measured['held']:,} | equal |" in text
     assert all(claim in text for claim in report.claims)
     rows = (folder / "report" / "results.csv").read_text().splitlines()
     cell = results.report_cells("gqa", "recall")[0]

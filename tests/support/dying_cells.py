@@ -1,15 +1,18 @@
-"""Replacements of `process_engine._run_marked` for worker processes, which import them by name."""
+"""Replacements of functions of the engines of studies for worker processes, which import them by name."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Never
 
 from headwise.studies import process_engine
+from headwise.studies.ray_engine import run_cell_elsewhere
 from headwise.studies.run_cell import run_cell
+
+MARKERS = "HEADWISE_TEST_MARKERS"
 
 
 def run_or_die(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
@@ -21,6 +24,15 @@ def run_or_die(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
         marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return run_cell(config, folder)
+
+
+def run_or_die_elsewhere(config: Mapping[str, Any], part_files: Sequence[str]) -> dict[str, Any]:
+    """Run a cell in a worker of Ray, but end the process the first time; the folder in `MARKERS` counts them."""
+    marker = Path(os.environ[MARKERS]) / f"died-{config['recipe']['seed']}"
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return run_cell_elsewhere(config, part_files)
 
 
 def die_before_the_cell(*_: object) -> Never:

@@ -15,6 +15,7 @@ from .command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
     from ..studies.cells import Cell
+    from ..studies.process_engine import CellEngine
     from ..studies.study_plan import StudyPlan
 
 
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> int:
             return 0
     out = Path(out)
     try:
-        results = run_study(study, out, ProcessEngine(args.jobs), _make_filter(args.only), print_note)
+        results = run_study(study, out, _make_engine(args), _make_filter(args.only), print_note)
     except KeyboardInterrupt:
         print_note(f"headwise: interrupted; run the same command to go on in {out}")
         raise
@@ -78,6 +79,13 @@ def _parser() -> CommandParser:
     )
     add_set_argument(parser, "change a key of the file, as in recipe.steps=100; repeatable")
     parser.add_argument("--jobs", type=int, metavar="COUNT", help="processes (default: one for each processor)")
+    parser.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="local: processes of this machine; ray: a cluster of several (default: local)",
+    )
+    parser.add_argument("--address", default="", metavar="HOST:PORT", help="Ray cluster (default: start one here)")
     parser.add_argument("--budget", type=float, metavar="HOURS", help="refuse a study that is predicted to take longer")
     add_json_argument(parser)
     return parser
@@ -87,8 +95,22 @@ def _check_arguments(args: argparse.Namespace) -> None:
     check_input_file("FILE", args.file)
     if args.jobs is not None and args.jobs < 0:
         raise UsageError(f"--jobs {args.jobs} is negative; give 1 or more, or 0 to run in this process")
+    if args.address and args.engine != "ray":
+        raise UsageError(f"--address {args.address} belongs to --engine ray; give both, or leave it out")
+    if args.engine == "ray" and args.jobs == 0:
+        raise UsageError("--jobs 0 runs cells in this process, which --engine ray does not; give 1 or more")
     if args.budget is not None and not args.budget > 0:
         raise UsageError(f"--budget {args.budget:g} is no number of hours; give a number above 0")
+
+
+def _make_engine(args: argparse.Namespace) -> CellEngine:
+    if args.engine == "ray":
+        from ..studies.ray_engine import RayEngine
+
+        return RayEngine(args.address, args.jobs)
+    from ..studies.process_engine import ProcessEngine
+
+    return ProcessEngine(args.jobs)
 
 
 def _parse_overrides(changes: list[str]) -> dict[str, Any]:

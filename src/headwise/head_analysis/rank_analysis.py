@@ -223,7 +223,7 @@ class _RankHook:
 
     def on_call(self, call: ObservedCall) -> None:
         """Compute the ranks of the first queries."""
-        stages = _score_stages(call)
+        stages = score_stages(call)
         self.ranks = {
             name: np.stack([rank(matrices[0].float()).cpu().numpy() for rank in (stable_rank, effective_rank)])
             for name, matrices in stages.items()
@@ -236,7 +236,7 @@ class _RankHook:
         """Do nothing: outputs are not needed."""
 
 
-def _score_stages(call: ObservedCall) -> Mapping[str, Tensor]:
+def score_stages(call: ObservedCall) -> Mapping[str, Tensor]:
     """Scores and weights [B, heads, T, S] of the first queries; only the weights if queries and keys are unknown."""
     queries = slice(0, MAX_QUERIES)
     if isinstance(call, HeadwiseCall):

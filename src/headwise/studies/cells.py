@@ -15,7 +15,7 @@ from ..training.recipe import Recipe, from_dict, to_dict
 from .study_file import CELL_EXECUTION, Study, StudyTask, Variant
 from .variant_models import VariantModel, make_variant_model
 
-CELL_FORMAT = 1  # grows when the results of a cell change, so that old results are not mixed with new ones
+CELL_FORMAT = 2  # grows when the results of a cell change, so that old results are not mixed with new ones
 ID_LENGTH = 12
 
 
@@ -110,6 +110,7 @@ class CellGrid:
             "model": model_serialization.to_dict(self.models[key].spec),
             "recipe": to_dict(recipe),
             "head_texts": self.study.head_texts,
+            "edits": {name: vars(edit) for name, edit in self.study.edits.items()},
         }
         return Cell(variant.name, task.name, rate, seed, json.loads(json.dumps(config)))
 

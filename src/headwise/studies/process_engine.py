@@ -92,7 +92,7 @@ class ProcessEngine:
                     raise ChildProcessError(WORKERS_FAIL) from error
                 attempts.update(started)
                 for cell_id in [cell_id for cell_id in started if attempts[cell_id] >= MAX_ATTEMPTS]:
-                    result = read_result(folder / cell_id) or _record_killed(folder / cell_id)
+                    result = read_result(folder / cell_id) or record_killed(folder / cell_id)
                     yield pending.pop(cell_id), result
 
     def _run_in_pool(self, pending: Mapping[str, Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
@@ -100,7 +100,7 @@ class ProcessEngine:
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(
-                self.jobs, mp_context=context, initializer=_prepare_worker, initargs=(imported_part_files(),)
+                self.jobs, mp_context=context, initializer=prepare_worker, initargs=(imported_part_files(),)
             )
         pool, queue = self._pool, iter(list(pending.values()))
         futures: dict[Future[dict[str, Any]], Cell] = {}
@@ -132,7 +132,7 @@ def make_progress_line(done: int, total: int, cell: Cell, result: Mapping[str, A
     )
 
 
-def _prepare_worker(part_files: Sequence[str]) -> None:
+def prepare_worker(part_files: Sequence[str]) -> None:
     """Prepare a worker: one thread for every library, the user's own parts, and Ctrl-C is left to the parent."""
     import signal
 
@@ -152,7 +152,8 @@ def _run_marked(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     return run_cell(config, folder)
 
 
-def _record_killed(folder: Path) -> dict[str, Any]:
+def record_killed(folder: Path) -> dict[str, Any]:
+    """Write and return the result of a cell whose process died too often."""
     result = {"status": "killed", "message": f"its process died {MAX_ATTEMPTS} times", "timing": {"seconds": 0.0}}
     write_result(folder, result)
     return result

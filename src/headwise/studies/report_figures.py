@@ -157,12 +157,14 @@ def scatter_figure(points: Mapping[str, tuple[float, Span]], x_label: str, y_lab
     return _svg(height, parts, f"{y_label} against {x_label}")
 
 
-def curve_figure(curves: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str) -> str:
-    """One line per variant, labelled at its right end."""
+def curve_figure(
+    curves: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str, log: bool = False
+) -> str:
+    """One line per variant, labelled at its right end; `log` sets the horizontal axis."""
     non_empty = {name: points for name, points in curves.items() if points}
     if not non_empty:
         return ""
-    x = Scale.around([at for points in non_empty.values() for at, _ in points], LEFT, WIDTH - LABEL_WIDTH)
+    x = Scale.around([at for points in non_empty.values() for at, _ in points], LEFT, WIDTH - LABEL_WIDTH, log=log)
     y = Scale.around([value for points in non_empty.values() for _, value in points], TOP + PLOT_HEIGHT, TOP)
     parts = [*_x_axis(x, TOP + PLOT_HEIGHT, x_label), *_y_axis(y, y_label, WIDTH - LABEL_WIDTH)]
     labels = _spread([y(points[-1][1]) for points in non_empty.values()])

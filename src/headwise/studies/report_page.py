@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ..escaping import escape_html
 from .report_figures import Span, curve_figure, scatter_figure, strip_figure
 from .study_file import StudyTask
-from .study_report import ReportTable, StudyReport, describe_protocol
+from .study_report import ReportTable, StudyReport, describe_protocol, list_task_details
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --panel: #fff; --text: #1b1b1f; --muted: #5c5c66; --line: #dcdce0;
@@ -53,8 +53,8 @@ def render_page(report: StudyReport) -> str:
     for task in study.tasks.values():
         body.append(f"<h2>{escape_html(task.name)}</h2>")
         body.append(f'<div class="figures">{"".join(_figures(report, task))}</div>')
-        tables = (report.score_table(task), report.slice_table(task), report.head_table(task))
-        body += [_table(table) for table in tables if table is not None]
+        body += map(_table, (report.score_table(task), *list_task_details(report, task)))
+    body += _decoding(report)
     body += ["<h2>Formula against measurement</h2>", _table(report.size_table())]
     if report.failures:
         body += ["<h2>Cells without a result</h2>", _list(report.failures, "")]
@@ -91,6 +91,45 @@ def _figures(report: StudyReport, task: StudyTask) -> Iterator[str]:
         if figure := scatter_figure(points, label, task.metric, task.higher_is_better):
             yield _figure(figure, f"{task.metric} against {label}; joined: no variant is better and cheaper.")
     yield from _curves(report, task)
+    yield from _length_figure(report, task)
+    yield from _head_figures(report, task)
+
+
+def _length_figure(report: StudyReport, task: StudyTask) -> Iterator[str]:
+    """The metric against the length of the inputs, if further tests have other lengths."""
+    lengths = {name: test.batch(0, 1, "test").labels.shape[-1] for name, test in task.tests.items()}
+    trained = task.task.batch(0, 1, "test").labels.shape[-1]
+    if not set(lengths.values()) - {trained}:
+        return
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for variant in report.results.study.variants:
+        points = {trained: report.scores[variant, task.name].mean.value}
+        for name, length in lengths.items():
+            points[length] = report.test_mean(variant, task, name)
+        curves[variant] = [(float(at), value) for at, value in sorted(points.items()) if math.isfinite(value)]
+    if figure := curve_figure(curves, "tokens of an input", task.metric):
+        yield _figure(figure, f"Length generalisation: models trained at {trained} tokens; mean over seeds.")
+
+
+def _head_figures(report: StudyReport, task: StudyTask) -> Iterator[str]:
+    """Weight on tokens after an earlier occurrence, and entropy, during training, if heads were measured then."""
+    for measure, label in (("induction", "induction weight"), ("entropy", "entropy of a row, nats")):
+        curves = {variant: report.head_curve(variant, task, measure) for variant in report.results.study.variants}
+        if any(len(points) > 2 for points in curves.values()) and (figure := curve_figure(curves, "step", label)):
+            yield _figure(figure, f"Heads during training: {label}, mean over heads and seeds.")
+
+
+def _decoding(report: StudyReport) -> Iterator[str]:
+    if (table := report.decode_table()) is None:
+        return
+    yield "<h2>Decode time against context</h2>"
+    curves = {
+        name: [(float(one["context"]), 1000 * one["step"]) for one in records] if isinstance(records, list) else []
+        for name, records in report.decoding["variants"].items()
+    }
+    if figure := curve_figure(curves, "tokens in the cache", "ms for a token", log=True):
+        yield f'<div class="figures">{_figure(figure, table.caption)}</div>'
+    yield _table(table)
 
 
 def _curves(report: StudyReport, task: StudyTask) -> Iterator[str]:

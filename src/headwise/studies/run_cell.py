@@ -8,10 +8,9 @@ import math
 import shutil
 import statistics
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..data import Task, make_task
 from ..errors import SpecError, TrainingDiverged
@@ -19,9 +18,11 @@ from ..files import write_atomically
 from ..models import Transformer
 from ..training.training_run import CHECKPOINT_FOLDER
 
+if TYPE_CHECKING:
+    from ..training import TrainingResult
+
 RESULT_FILE = "result.json"
-RUN_FOLDER, LOG_FILE = "run", "metrics.jsonl"
-HEAD_MEASURES = ("entropy", "distance", "sink", "previous", "self", "induction")
+RUN_FOLDER, EDIT_FOLDER, LOG_FILE = "run", "edits", "metrics.jsonl"
 TEST_BATCHES = 4  # batches of each further test
 STATUSES = ("done", "diverged", "out of memory", "failed", "killed")
 
@@ -36,7 +37,7 @@ def run_cell(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     if (stored := read_result(path)) is not None:
         return stored
     path.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
+    start, processor_start = time.perf_counter(), time.process_time()
     result: dict[str, Any]
     try:
         result = {"status": "done", **_train_and_test(config, path)}
@@ -50,7 +51,8 @@ def run_cell(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
         if "allocate memory" not in str(error):
             raise
         result = {"status": "out of memory", "message": str(error).splitlines()[0]}
-    result["timing"] = {"seconds": time.perf_counter() - start, **result.get("timing", {})}
+    times = {"seconds": time.perf_counter() - start, "processor": time.process_time() - processor_start}
+    result["timing"] = times | result.get("timing", {})
     write_result(path, result)
     shutil.rmtree(path / RUN_FOLDER / CHECKPOINT_FOLDER, ignore_errors=True)
     gc.collect()
@@ -74,15 +76,20 @@ def write_result(folder: Path, result: Mapping[str, Any]) -> None:
 
 
 def _train_and_test(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    from ..model_spec.serialization import from_dict as read_model
-    from ..training import train
     from ..training.recipe import from_dict as read_recipe
+    from .cell_heads import summarise_heads
+    from .model_edits import ModelEdit, evaluate_edit
 
-    task, recipe = read_task(config["task"]), read_recipe(config["recipe"])
-    trained = train(task, read_model(config["model"]), recipe, folder / RUN_FOLDER, resume="allowed")
+    task, recipe, num_texts = read_task(config["task"]), read_recipe(config["recipe"]), config["head_texts"]
+    clock = StepClock()
+    trained = _train(config, folder / RUN_FOLDER, clock)
     curve = list(_read_curve(folder / RUN_FOLDER / LOG_FILE))
-    tests = {name: evaluate_model(trained.net, read_task(test), recipe.batch) for name, test in config["tests"].items()}
+    tests = {name: read_task(values) for name, values in config["tests"].items()}
+    sums = {name: evaluate_model(trained.net, test, recipe.batch) for name, test in tests.items()}
     counts = evaluate_model(trained.net, task, recipe.batch, trained.split)
+    heads_at = _measure_heads_during_training(config, folder / RUN_FOLDER)
+    heads_at |= {f"test {name}": summarise_heads(trained.net, test, num_texts) for name, test in tests.items()}
+    edits = {name: ModelEdit(**values) for name, values in config["edits"].items()}
     return {
         "metrics": dict(trained.metrics),
         "valid": next((point["metrics"] for point in curve if point["step"] == trained.best), {}),
@@ -91,10 +98,81 @@ def _train_and_test(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "steps": trained.steps,
         "best_step": trained.best,
         "curve": [{key: point[key] for key in ("step", "metrics")} for point in curve],
-        "tests": {name: {key: total / count for key, (total, count) in sums.items()} for name, sums in tests.items()},
-        "heads": measure_cell_heads(trained.net, task, config["head_texts"]),
-        "timing": {"training": trained.seconds, "step": _median_step(folder / RUN_FOLDER / LOG_FILE)},
+        "tests": {
+            name: {key: total / count for key, (total, count) in of_test.items()} for name, of_test in sums.items()
+        },
+        "heads": summarise_heads(trained.net, task, num_texts),
+        "heads_at": heads_at,
+        "edits": {
+            name: evaluate_edit(trained.net, task, recipe, edit, folder / RUN_FOLDER / EDIT_FOLDER / name)
+            for name, edit in edits.items()
+        },
+        "timing": {"training": trained.seconds, "step": clock.median},
     }
+
+
+class StepClock:
+    """Logger of a training run that measures the processor time of its steps, which other processes do not change."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._steps: list[float] = []
+
+    @property
+    def median(self) -> float:
+        """Median processor seconds of a step; NaN if fewer than two steps were taken."""
+        return statistics.median(self._steps) if self._steps else math.nan
+
+    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
+        """Nothing is opened."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Add the time since the last step, unless something else was recorded between the two."""
+        now = time.process_time()
+        if record["event"] == "step":
+            self._steps += [] if self._last is None else [now - self._last]
+            self._last = now
+        else:
+            self._last = None
+
+    def close(self) -> None:
+        """Nothing is closed."""
+
+
+def _train(config: Mapping[str, Any], folder: Path, clock: StepClock) -> TrainingResult:
+    """Train the model of a cell, or go on from its last checkpoint, without pictures of the run."""
+    from ..distributed import join_process_group
+    from ..model_spec.serialization import from_dict as read_model
+    from ..training.loggers import JsonlLogger
+    from ..training.loop import run_training
+    from ..training.recipe import from_dict as read_recipe
+    from ..training.run_setup import TrainingSetup
+
+    task, recipe = read_task(config["task"]), read_recipe(config["recipe"])
+    with join_process_group() as launch:
+        setup = TrainingSetup.of(task, read_model(config["model"]), recipe, folder, launch)
+        return run_training(setup, "allowed", [JsonlLogger(), clock])
+
+
+def _measure_heads_during_training(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Summaries of the heads before the first step, and at every checkpoint if the recipe keeps several."""
+    from ..model_spec.serialization import from_dict as read_model
+    from ..models import build
+    from ..training.training_run import CheckpointFolder, read_checkpoint
+    from .cell_heads import summarise_heads
+
+    task, recipe = read_task(config["task"]), config["recipe"]
+    net = build(read_model(config["model"]), seed=recipe["seed"], init=recipe["init"])
+    net.usage = task.usage
+    summaries = {"step 0": summarise_heads(net, task, config["head_texts"])}
+    if recipe["keep"] == 1 or config["head_texts"] < 2:
+        return summaries
+    for path in reversed(CheckpointFolder(folder / CHECKPOINT_FOLDER).paths):
+        checkpoint = read_checkpoint(path)
+        if checkpoint.step:
+            net.load_state_dict(checkpoint.tensors_of_kind("model"))
+            summaries[f"step {checkpoint.step}"] = summarise_heads(net, task, config["head_texts"])
+    return summaries
 
 
 def read_task(values: Mapping[str, Any]) -> Task:
@@ -112,44 +190,9 @@ def evaluate_model(net: Transformer, task: Task, batch_size: int, split: str = "
     return {name: (total, count) for name, (total, count) in sums.items() if count}
 
 
-def measure_cell_heads(net: Transformer, task: Task, num_texts: int) -> dict[str, Any]:
-    """Mean of each head measure over all heads, and the number of heads of each class; or why there is none."""
-    from ..head_analysis.annotated_examples import examples_from_task
-    from ..head_analysis.head_classes import classify_heads
-    from ..head_analysis.head_measurement import measure_heads
-
-    if num_texts < 2:
-        return {"note": "not measured"}
-    try:
-        reader = examples_from_task(net, task, num_texts)
-        table = classify_heads(measure_heads(net.eval(), reader.examples_with_frequencies()))
-    except ValueError as error:
-        return {"note": str(error)}
-    means: dict[str, list[float]] = {}
-    classes: Counter[str] = Counter()
-    for head in table.heads:
-        classes[head.classes[0].name if head.classes else "unclear"] += 1
-        for name in HEAD_MEASURES:
-            if name in head.measures and math.isfinite(head.measures[name].value):
-                means.setdefault(name, []).append(head.measures[name].value)
-    return {
-        "heads": len(table.heads),
-        "measures": {name: sum(values) / len(values) for name, values in sorted(means.items())},
-        "classes": dict(sorted(classes.items())),
-    }
-
-
 def _read_curve(path: Path) -> Iterator[dict[str, Any]]:
     """The evaluations of a run; those of steps that a resumed run repeated are given once."""
     from ..files import read_lines
 
     evaluations = {record["step"]: record for record in read_lines(path) if record.get("event") == "evaluation"}
     yield from (evaluations[step] for step in sorted(evaluations))
-
-
-def _median_step(path: Path) -> float:
-    """Median seconds of a training step; the first step is left out if there are others."""
-    from ..files import read_lines
-
-    seconds = [record["seconds"] for record in read_lines(path) if record.get("event") == "step"]
-    return statistics.median(seconds[1:] or seconds or [math.nan])

@@ -15,6 +15,7 @@ from ..presets import PRESETS
 from ..size_limits import parse_toml
 from ..traces.record_types import Record
 from ..training.recipe import Recipe
+from .model_edits import ModelEdit
 
 SCALES = ("smoke", "small", "base", "gpu")
 MATCHINGS = ("none", *MATCH_QUANTITIES)
@@ -44,6 +45,7 @@ STUDY_KEYS = (
     "tasks",
     "scales",
     "head_texts",
+    "edits",
 )
 VARIANT_KEYS = ("preset", "spec", "options", "model", "recipe", "lr")
 TASK_KEYS = ("task", "metric", "threshold", "model", "recipe", "tests", "options")
@@ -105,6 +107,7 @@ class Study:
     tolerance: float = 0.1
     tuning_seed: int = 0
     head_texts: int = 16
+    edits: Mapping[str, ModelEdit] = field(default_factory=dict[str, ModelEdit])
     scale: str = "small"
     folder: Path = Path()
 
@@ -138,8 +141,8 @@ def parse_study(
     for key, value in overrides.items():
         merged = _merge(merged, _nest(key, value))
     _check_keys(merged, STUDY_KEYS, "the study")
-    variants = {key: _parse_variant(key, values) for key, values in _table(merged, "variants").items()}
-    tasks = {key: _parse_task(key, values) for key, values in _table(merged, "tasks").items()}
+    variants = {key: _parse_variant(key, values) for key, values in _chosen(merged, "variants").items()}
+    tasks = {key: _parse_task(key, values) for key, values in _chosen(merged, "tasks").items()}
     if not variants or not tasks:
         raise SpecError(f"the study {name!r} has {len(variants)} variants and {len(tasks)} tasks; give one of each")
     recipe = dict(_table(merged, "recipe"))
@@ -159,6 +162,7 @@ def parse_study(
         tolerance=record.read_number("tolerance", 0.1),
         tuning_seed=record.read_int("tuning_seed", default=0),
         head_texts=record.read_int("head_texts", default=16),
+        edits={key: _parse_edit(key, values) for key, values in _table(merged, "edits").items()},
         scale=scale,
         folder=folder,
     )
@@ -237,6 +241,11 @@ def _parse_task(name: str, values: Any) -> StudyTask:
     )
 
 
+def _parse_edit(name: str, values: Any) -> ModelEdit:
+    _check_table(values, f"edits.{name}")
+    return ModelEdit.parse(name, values)
+
+
 def _parse_rates(value: Any, key: str) -> tuple[float, ...]:
     rates = tuple(value) if isinstance(value, list) else (value,)
     if not rates or not all(type(rate) in (int, float) and 0 < rate <= 1 for rate in rates):
@@ -259,6 +268,11 @@ def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     table = values.get(key, {})
     _check_table(table, key)
     return table
+
+
+def _chosen(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The tables below a key, without those that a scale leaves out by setting them to false."""
+    return {name: table for name, table in _table(values, key).items() if table is not False}
 
 
 def _check_table(value: Any, key: str) -> None:

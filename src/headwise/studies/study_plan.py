@@ -125,11 +125,13 @@ def _trial_cell(grid: CellGrid, variant: str, task: str, seed: int = 0) -> Cell:
 
 
 def _predict_seconds(grid: CellGrid, key: tuple[str, str], timing: Mapping[str, float]) -> float:
-    """Seconds of a whole cell: the trial's, with its steps and its evaluation repeated as often as the recipe says."""
+    """Processor seconds of a whole cell: the trial's, with its steps and its evaluation repeated as often as the recipe
+    says.
+    """
     recipe, step = grid.recipes[key], timing["step"]
     evaluations = -(-recipe.steps // recipe.evaluate_every)
     evaluation = recipe.evaluate_batches * step * FORWARD_SHARE
-    fixed = max(0.0, timing["seconds"] - TRIAL_STEPS * step - evaluation)
+    fixed = max(0.0, timing["processor"] - TRIAL_STEPS * step - evaluation)
     return fixed + recipe.steps * step + evaluations * evaluation
 
 

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,11 @@ from typing import Any
 from ..escaping import make_visible
 from ..files import read_json_file, write_atomically
 from ..output_paths import FolderKind, check_output, stage_folder
-from .seed_statistics import SIGNIFICANCE, VariantScore, bootstrap_mean, score_variants
+from .cell_heads import HEAD_MEASURES
+from .cells import describe_task
+from .decode_times import read_decode_times
+from .model_edits import describe_edits
+from .seed_statistics import SIGNIFICANCE, Interval, VariantScore, bootstrap_mean, score_variants
 from .study_file import StudyTask
 from .study_plan import format_seconds
 from .study_runner import REPORT, STUDY_FOLDER, CellResult, StudyResults
@@ -23,6 +27,14 @@ REPORT_FOLDER, REPORT_FILE, PAGE_FILE, TABLE_FILE = "report", "report.md", "repo
 ENVIRONMENT_FILE = "environment.json"
 STUDY_REPORT = FolderKind("report of a study", (REPORT_FILE,), lambda _: (REPORT_FILE, PAGE_FILE, TABLE_FILE))
 MIN_SEEDS_TO_CLAIM = 3
+SMALLEST_NUMBER = 1e-6  # what is closer to 0 is rounding, such as the weight on a sink that was never chosen
+_HEAD_COLUMNS = {**{name: name for name in HEAD_MEASURES}, "diversity": "diversity", "score_deviation": "score sd"}
+_HEAD_COLUMNS |= {"score_rank": "score rank", "score_change": "score change", "residual": "token residual"}
+HEAD_CAPTION = (
+    "Means over heads and seeds. Diversity: how different the heads of a layer attend, 0 equal, 1 disjoint. Score sd, "
+    "rank, change: standard deviation of scores over keys, their effective rank, and what mixing and biases add to "
+    "them as a share. Token residual: how different the tokens of a text are after the last layer, 0 equal."
+)
 
 
 @dataclass(frozen=True)
@@ -50,12 +62,13 @@ class StudyReport:
     scores: Mapping[tuple[str, str], VariantScore]
     claims: tuple[str, ...]
     environment: Mapping[str, Any]
+    decoding: Mapping[str, Any]
 
     @staticmethod
-    def of(results: StudyResults, environment: Mapping[str, Any]) -> StudyReport:
-        """Compute the statistics of a study."""
+    def of(results: StudyResults, environment: Mapping[str, Any], decoding: Mapping[str, Any]) -> StudyReport:
+        """Compute the statistics of a study; `decoding` is the result of `read_decode_times`."""
         scores = score_variants(results)
-        return StudyReport(results, scores, tuple(list_claims(results, scores)), environment)
+        return StudyReport(results, scores, tuple(list_claims(results, scores)), environment, decoding)
 
     def score_table(self, task: StudyTask) -> ReportTable:
         """Size, metric, difference from the baseline and success of every variant on one task."""
@@ -81,7 +94,8 @@ class StudyReport:
         caption = (
             f"{task.metric}: {direction} is better; chance {_number(task.task.chance.get(task.metric, math.nan))}. "
             f"p from a paired t test over seeds, corrected for all comparisons of the study (Holm); bold: the best, "
-            f"and significantly so at {SIGNIFICANCE:g}. Test error: standard error from the finite test set."
+            f"and significantly so at {SIGNIFICANCE:g}. Test error: standard error from the finite test set. s/step: "
+            "processor seconds of a training step."
         )
         return ReportTable(task.name, header, tuple(rows), caption)
 
@@ -99,25 +113,99 @@ class StudyReport:
     def head_table(self, task: StudyTask) -> ReportTable | None:
         """Heads of each variant on the task: means of measures, and the number of heads of each class."""
         rows: list[tuple[str, ...]] = []
-        measures: dict[str, None] = {}
-        cells: dict[str, tuple[dict[str, float], dict[str, float], str]] = {}
         for variant in self.results.study.variants:
-            heads = [one.result["heads"] for one in self._done(variant, task)]
-            measured = [one for one in heads if "measures" in one]
-            note = next((one["note"] for one in heads if "note" in one), "")
-            means = _mean_of_dicts([one["measures"] for one in measured])
-            classes = {
-                name: total / len(measured) for name, total in _sum_dicts(one["classes"] for one in measured).items()
-            }
-            measures |= dict.fromkeys(means)
-            cells[variant] = means, classes, note
-        for variant, (means, classes, note) in cells.items():
-            counts = ", ".join(f"{count:.3g} {name}" for name, count in sorted(classes.items(), key=lambda x: -x[1]))
-            rows.append((variant, *(_number(means.get(name, math.nan)) for name in measures), counts or note))
-        if not any(means for means, _, _ in cells.values()):
+            summaries = [one.result["heads"] for one in self._done(variant, task)]
+            measured = [one for one in summaries if "measures" in one]
+            note = next((one["note"] for one in summaries if "note" in one), "")
+            classes = _sum_dicts(one["classes"] for one in measured)
+            ordered = sorted(classes.items(), key=lambda item: -item[1])
+            counts = ", ".join(f"{total / len(measured):.3g} {name}" for name, total in ordered)
+            rows.append((variant, *_head_cells(measured), counts or note))
+        if all(row[1] == "-" for row in rows):
             return None
-        header = ("variant", *measures, "heads of each class, mean over seeds")
-        return ReportTable(f"{task.name}, what heads do", header, tuple(rows), "Means over heads and seeds.")
+        header = ("variant", *_HEAD_COLUMNS.values(), "heads of each class, mean over seeds")
+        return _without_empty_columns(ReportTable(f"{task.name}, what heads do", header, tuple(rows), HEAD_CAPTION))
+
+    def head_place_table(self, task: StudyTask) -> ReportTable | None:
+        """The same measures before training, during it, and on further tests; None if heads were not measured."""
+        rows: list[tuple[str, ...]] = []
+        for variant in self.results.study.variants:
+            done = self._done(variant, task)
+            for place in _sort_places(place for one in done for place in one.result.get("heads_at", {})):
+                summaries = [one.result["heads_at"].get(place, {}) for one in done]
+                measured = [one for one in summaries if "measures" in one]
+                if measured:
+                    rows.append((variant, place, *_head_cells(measured)))
+        if not rows:
+            return None
+        header = ("variant", "heads at", *_HEAD_COLUMNS.values())
+        title = f"{task.name}, heads before training, during it, and on further tests"
+        return _without_empty_columns(ReportTable(title, header, tuple(rows), "Means over heads and seeds."))
+
+    def gate_table(self, task: StudyTask) -> ReportTable | None:
+        """Share of tokens for which each gated head is on; None if no variant has gates."""
+        rows: list[tuple[str, ...]] = []
+        for variant in self.results.study.variants:
+            gates = [one.result["heads"].get("gates", {}) for one in self._done(variant, task)]
+            for site in dict.fromkeys(site for one in gates for site in one):
+                loads = [one[site] for one in gates if site in one]
+                means = [sum(column) / len(loads) for column in zip(*loads, strict=True)]
+                rows.append((variant, site, ", ".join(f"{mean:.2f}" for mean in means), f"{sum(means):.2f}"))
+        if not rows:
+            return None
+        header = ("variant", "attention", "share of tokens for which each head is on", "heads on, per token")
+        return ReportTable(f"{task.name}, load of gated heads", header, tuple(rows), "Means over seeds.")
+
+    def edit_table(self, task: StudyTask) -> ReportTable | None:
+        """The metric after each edit of the trained models; None if the study has no edits."""
+        study = self.results.study
+        if not study.edits:
+            return None
+        rows: list[tuple[str, ...]] = []
+        for variant in study.variants:
+            done = self._done(variant, task)
+            values = {"not edited": [one.result["metrics"].get(task.metric, math.nan) for one in done]}
+            for name in study.edits:
+                metrics = [one.result["edits"][name]["metrics"] for one in done if name in one.result["edits"]]
+                values[name] = [one.get(task.metric, math.nan) for one in metrics]
+            rows.append((variant, *(_format_interval(bootstrap_mean(of_edit)) for of_edit in values.values())))
+        return ReportTable(
+            f"{task.name}, {task.metric} after edits",
+            ("variant", "not edited", *study.edits),
+            tuple(rows),
+            f"Means over seeds with 95 % intervals. {describe_edits(study.edits)}",
+        )
+
+    def decode_table(self) -> ReportTable | None:
+        """Seconds of a decode step and bytes of the cache at each context; None without a task that decodes."""
+        variants: Mapping[str, Any] = self.decoding.get("variants", {})
+        if not variants:
+            return None
+        lists = [records for records in variants.values() if isinstance(records, list)]
+        contexts = sorted({record["context"] for records in lists for record in records})
+        rows: list[tuple[str, ...]] = []
+        for name, records in variants.items():
+            if isinstance(records, str):
+                rows.append((name, *["-"] * (len(contexts) + 1), records))
+                continue
+            at = {record["context"]: record for record in records}
+            last = records[-1]
+            agrees = all(record["formula"] == record["held"] for record in records)
+            rows.append(
+                (
+                    name,
+                    *(f"{1000 * at[one]['step']:.2f}" if one in at else "-" for one in contexts),
+                    f"{last['held']:,}",
+                    "equal" if agrees else f"differs: {last['formula']:,}",
+                )
+            )
+        return ReportTable(
+            "Decode time against context",
+            ("variant", *(f"ms at {context:,}" for context in contexts), "KV bytes at the last", "bytes by formula"),
+            tuple(rows),
+            f"One row, random weights of the models of {self.decoding['task']}, processor time of one thread, median "
+            "of 9 steps.",
+        )
 
     def size_table(self) -> ReportTable:
         """Counted against built parameters, and how each variant was matched."""
@@ -143,6 +231,20 @@ class StudyReport:
             if not one.is_done
         )
 
+    def test_mean(self, variant: str, task: StudyTask, test: str) -> float:
+        """Mean over seeds of the metric of a variant on a further test of a task."""
+        return self._slice_mean(variant, task, f"test {test}")
+
+    def head_curve(self, variant: str, task: StudyTask, measure: str) -> list[tuple[float, float]]:
+        """Mean over heads and seeds of a measure of heads, by training step; with the trained heads at the end."""
+        values: dict[int, list[float]] = {}
+        for one in self._done(variant, task):
+            places = one.result.get("heads_at", {}) | {f"step {one.result['steps']}": one.result["heads"]}
+            for place, summary in places.items():
+                if place.startswith("step ") and measure in summary.get("measures", {}):
+                    values.setdefault(int(place.removeprefix("step ")), []).append(summary["measures"][measure])
+        return [(float(step), sum(column) / len(column)) for step, column in sorted(values.items())]
+
     def _done(self, variant: str, task: StudyTask) -> list[CellResult]:
         return [one for one in self.results.report_cells(variant, task.name) if one.is_done]
 
@@ -150,7 +252,7 @@ class StudyReport:
         size = self.results.grid.models[score.variant, task.name].size
         rate = self.results.rates.get((score.variant, task.name), math.nan)
         mean, mark = score.mean, "**" if score.is_best else ""
-        value = f"{_number(mean.value)} ({_number(mean.low)} to {_number(mean.high)})" if score.values else "-"
+        value = _format_interval(mean)
         comparison = score.comparison
         times = [
             one.result["timing"]["step"] for one in self._done(score.variant, task) if "step" in one.result["timing"]
@@ -183,7 +285,7 @@ class StudyReport:
             for one in self._done(variant, task):
                 names |= dict.fromkeys(name for name in one.result["metrics"] if name.startswith(f"{task.metric}@"))
                 names |= dict.fromkeys(f"test {name}" for name in one.result["tests"])
-        return list(names)
+        return sorted(names, key=lambda name: (name.startswith("test "), len(name), name))
 
     def _slice_mean(self, variant: str, task: StudyTask, name: str) -> float:
         values = []
@@ -243,26 +345,51 @@ def list_tables(report: StudyReport) -> Iterator[ReportTable]:
     """All tables, task by task."""
     for task in report.results.study.tasks.values():
         yield report.score_table(task)
-        for table in (report.slice_table(task), report.head_table(task)):
-            if table is not None:
-                yield table
+        yield from list_task_details(report, task)
+    if (decoding := report.decode_table()) is not None:
+        yield decoding
     yield report.size_table()
+
+
+def list_task_details(report: StudyReport, task: StudyTask) -> Iterator[ReportTable]:
+    """The tables of a task below its scores."""
+    tables = (
+        report.slice_table(task),
+        report.edit_table(task),
+        report.head_table(task),
+        report.head_place_table(task),
+        report.gate_table(task),
+    )
+    return (table for table in tables if table is not None)
 
 
 def describe_protocol(report: StudyReport) -> list[str]:
     """How the study was run, one fact a line."""
-    study = report.results.study
-    count = len([one for one in report.results.cells if one.stage == REPORT])
-    seconds = sum(one.result.get("timing", {}).get("seconds", 0.0) for one in report.results.cells)
-    rates = sorted({rate for variant in study.variants.values() for rate in report.results.grid.rates(variant)})
+    results = report.results
+    study = results.study
+    count = len([one for one in results.cells if one.stage == REPORT])
+    seconds = sum(one.result.get("timing", {}).get("processor", math.nan) for one in results.cells)
+    time = "" if math.isnan(seconds) else f", {format_seconds(seconds)} of processor time in all"
+    rates = sorted({rate for variant in study.variants.values() for rate in results.grid.rates(variant)})
+    recipes = {f"{recipe.steps} steps of {recipe.batch} examples" for recipe in results.grid.recipes.values()}
+    chosen = f"chosen by the validation metric of seed {study.tuning_seed}, which is not reported"
+    if len(results.cells) == count:
+        chosen = "not chosen: each variant had a single one"
     lines = [
-        f"scale {study.scale}; sizes matched by {study.match}; report seeds {', '.join(map(str, study.seeds))}",
-        f"learning rates {', '.join(f'{rate:g}' for rate in rates)}, chosen by the validation metric of seed "
-        f"{study.tuning_seed}, which is not reported",
+        f"scale {study.scale}: {', '.join(sorted(recipes))}; sizes matched by {study.match}; report seeds "
+        f"{', '.join(map(str, study.seeds))}",
+        *(f"task {task.name}: {_describe_task(task)}" for task in study.tasks.values()),
+        f"learning rates {', '.join(f'{rate:g}' for rate in rates)}, {chosen}",
         "every seed has the same initial random numbers and the same data in the same order for all variants",
-        f"{count} report cells and {len(report.results.cells) - count} tuning cells, {format_seconds(seconds)} in all",
+        f"{count} report cells and {len(results.cells) - count} tuning cells{time}",
     ]
     return [*lines, *(f"{name}: {value}" for name, value in report.environment.items())]
+
+
+def _describe_task(task: StudyTask) -> str:
+    """The fields of a task as text, its seed left out."""
+    values = describe_task(task.task)
+    return ", ".join(f"{name} {value}" for name, value in values.items() if name not in ("task", "seed"))
 
 
 def render_csv(results: StudyResults) -> str:
@@ -306,7 +433,7 @@ def write_report(results: StudyResults, out: Path | str) -> StudyReport:
     path = folder / ENVIRONMENT_FILE
     if not path.exists():
         write_atomically(path, json.dumps(describe_environment(), indent=1).encode() + b"\n")
-    report = StudyReport.of(results, read_json_file(path))
+    report = StudyReport.of(results, read_json_file(path), read_decode_times(results.grid, folder))
     pages = {REPORT_FILE: render_markdown(report), TABLE_FILE: render_csv(results), PAGE_FILE: render_page(report)}
     with stage_folder(folder / REPORT_FOLDER, STUDY_REPORT, "overwrite") as staged:
         for name, page in pages.items():
@@ -319,7 +446,40 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def _number(value: float) -> str:
-    return "-" if not math.isfinite(value) else f"{value:.4g}"
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:.4g}" if abs(value) > SMALLEST_NUMBER else "0"
+
+
+def _format_interval(mean: Interval) -> str:
+    return "-" if math.isnan(mean.value) else f"{_number(mean.value)} ({_number(mean.low)} to {_number(mean.high)})"
+
+
+def _without_empty_columns(table: ReportTable) -> ReportTable:
+    """The table without columns in which every cell is "-" or "0"."""
+    kept = [n for n in range(len(table.header)) if any(row[n] not in ("-", "0") for row in table.rows)]
+    header, *rows = (tuple(row[n] for n in kept) for row in (table.header, *table.rows))
+    return ReportTable(table.title, header, tuple(rows), table.caption)
+
+
+def _sort_places(places: Iterable[str]) -> list[str]:
+    """Training steps by number, then further tests by name.
+
+    >>> _sort_places({"test longer", "step 100", "step 20"})
+    ['step 20', 'step 100', 'test longer']
+    """
+    return sorted(set(places), key=lambda place: (not place.startswith("step "), len(place), place))
+
+
+def _head_cells(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Means of the columns of a table of heads over summaries of several seeds."""
+    values: dict[str, list[float]] = {name: [] for name in _HEAD_COLUMNS}
+    for one in summaries:
+        flat = {**one, **one["measures"], "residual": one["residual"][-1]}
+        for name, column in values.items():
+            if flat.get(name) is not None:
+                column.append(flat[name])
+    return [_number(sum(column) / len(column)) if column else "-" for column in values.values()]
 
 
 def _format_p(p: float) -> str:
@@ -332,11 +492,3 @@ def _sum_dicts(tables: Iterator[Mapping[str, float]]) -> dict[str, float]:
         for name, value in table.items():
             total[name] = total.get(name, 0.0) + value
     return total
-
-
-def _mean_of_dicts(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for table in tables:
-        for name, value in table.items():
-            values.setdefault(name, []).append(value)
-    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}

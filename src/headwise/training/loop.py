@@ -183,12 +183,20 @@ def train(
     check_output(out, MODEL_FOLDER, "continue")
     with join_process_group() as launch:
         setup = TrainingSetup.of(task, model_spec, Recipe() if recipe is None else recipe, Path(out), launch)
-        return _run_training(setup, resume, [JsonlLogger(), *metric_loggers])
+        return run_training(setup, resume, [JsonlLogger(), *metric_loggers], draw_curves)
 
 
 @compile_when_called()
-def _run_training(setup: TrainingSetup, resume: str, loggers: Sequence[MetricLogger]) -> TrainingResult:
-    """Train with the folder locked; only the leader of all ranks writes to the loggers."""
+def run_training(
+    setup: TrainingSetup,
+    resume: str,
+    loggers: Sequence[MetricLogger],
+    draw: Callable[[TrainingRun], object] = lambda run: None,
+) -> TrainingResult:
+    """Train with the folder locked; only the leader of all ranks writes to the loggers.
+
+    `draw` makes pictures of the run when it ends or is interrupted.
+    """
     world = setup.ranks
     devices = [world.device] if world.device.type == "cuda" else []
     with InterruptGuard() as interrupts, world.leader_context(FolderLock(setup.folder)), torch.random.fork_rng(devices):
@@ -198,7 +206,12 @@ def _run_training(setup: TrainingSetup, resume: str, loggers: Sequence[MetricLog
                 write({"event": "note", "step": run.progress.step, "says": note})
             ahead = run.recipe.prefetch if world.size == 1 else 0
             with BatchPrefetcher(setup.task, run.recipe.batch, ahead=ahead, stop=run.recipe.steps) as batches:
-                _run_steps(run, setup, write, interrupts, batches)
+                try:
+                    _run_steps(run, setup, write, interrupts, batches)
+                except KeyboardInterrupt:
+                    draw(run)
+                    raise
+            draw(run)
             return _finish_run(run, write)
 
 
@@ -276,7 +289,6 @@ def _run_steps(
         if is_best:
             run.save_model(render_training_card(run, evaluation["metrics"], "valid"))
         if is_interrupted and not run.is_finished:
-            _draw_curves(run)
             raise KeyboardInterrupt(f"interrupted at step {run.progress.step}; the checkpoint is in {run.folder}")
 
 
@@ -288,7 +300,7 @@ def _write_samples(run: TrainingRun, write: RecordWriter) -> None:
             write(record)
 
 
-def _draw_curves(run: TrainingRun) -> None:
+def draw_curves(run: TrainingRun) -> None:
     """Draw the learning curves into the folder, once at the end, because drawing takes half a second."""
     if run.world.is_leader and run.progress.step:
         records = read_lines(run.folder / JsonlLogger.NAME)
@@ -305,7 +317,6 @@ def _finish_run(run: TrainingRun, write: RecordWriter) -> TrainingResult:
         write({"event": "note", "step": run.progress.step, "says": damage})
     split = run.evaluator.final_split
     metrics = run.evaluator.compute_metrics(BatchForward(net), split) | run.evaluator.score_generation(net, split)
-    _draw_curves(run)
     seconds, options = run.elapsed_seconds, run.train_step.options
     result = TrainingResult(
         task=run.task.name,

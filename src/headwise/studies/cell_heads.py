@@ -1,0 +1,168 @@
+"""What the heads of a study's model do on a task: measures and classes, diversity, gates, and scores.
+
+`summarise_heads` returns means over the heads of a model, small enough to be stored for every cell and every moment at
+which heads are measured: before training, during it, and on each further test.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..data import Task
+from ..head_analysis.annotated_examples import Example, examples_from_task
+from ..head_analysis.head_classes import classify_heads
+from ..head_analysis.head_measurement import MeasureOptions, measure_heads
+from ..head_analysis.head_similarity import spread_of_sets
+from ..head_analysis.head_table import HeadTable, Measure
+from ..head_analysis.rank_analysis import effective_rank, measure_rank_collapse, score_stages
+from ..head_analysis.weight_bands import WeightBand
+from ..inspect.adapters.native_attention import HeadwiseCall
+from ..inspect.attention_sites import find_attention
+from ..inspect.hooks import ModelRun, ObservedCall
+from ..inspect.model_inputs import prepare_inputs
+from ..models import Transformer
+
+HEAD_MEASURES = ("entropy", "breadth", "confidence", "distance", "sink", "previous", "self", "induction")
+NUM_RESAMPLES = 200  # of the intervals that decide about classes
+UNCLEAR = "unclear"
+
+
+def summarise_heads(net: Transformer, task: Task, num_texts: int) -> dict[str, Any]:
+    """Means over all heads of a model on texts of a task, and the heads of each class; or a note why there are none.
+
+    - `measures`, `chance`: `HEAD_MEASURES` and their chance levels; `classes`: number of heads by their first class;
+    - `diversity`: generalised Jensen-Shannon divergence of the heads of a layer, from 0 (equal) to 1 (1909.00015);
+    - `score_deviation`: standard deviation of the scores of a query over its keys; `score_rank`: their effective rank;
+      `score_change`: size of what modifiers and mixing add to the scores, as a share of the scores;
+    - `gates`: for each attention with gates, the share of tokens for which each head is on;
+    - `residual`: how different the tokens of a text are after each layer, from 0 (equal) to 1 (2103.03404).
+    """
+    if num_texts < 2:
+        return {"note": "not measured"}
+    net.eval()
+    try:
+        examples = examples_from_task(net, task, num_texts).examples_with_frequencies()
+        diversity = LayerDiversity()
+        options = MeasureOptions(num_resamples=NUM_RESAMPLES)
+        table = classify_heads(measure_heads(net, examples, options=options, collectors=[diversity]))
+    except ValueError as error:
+        return {"note": str(error)}
+    classes = Counter(head.classes[0].name if head.classes else UNCLEAR for head in table.heads)
+    return {
+        "heads": len(table.heads),
+        "measures": _means(table, "value"),
+        "chance": _means(table, "chance"),
+        "classes": dict(sorted(classes.items())),
+        "diversity": diversity.value,
+        **_summarise_calls(net, examples),
+    }
+
+
+def _means(table: HeadTable, kind: str) -> dict[str, float]:
+    """Mean over heads of the values or chance levels of every measure that has them."""
+    means: dict[str, float] = {}
+    for name in HEAD_MEASURES:
+        values = [getattr(head.measures[name], kind) for head in table.heads if name in head.measures]
+        if finite := [value for value in values if value is not None and math.isfinite(value)]:
+            means[name] = sum(finite) / len(finite)
+    return means
+
+
+class LayerDiversity:
+    """Collects the diversity of the heads within each layer during `measure_heads`."""
+
+    def __init__(self) -> None:
+        self._sum, self._count = 0.0, 0.0
+
+    @property
+    def value(self) -> float | None:
+        """Mean over rows and layers; None if no layer has two heads."""
+        return self._sum / self._count if self._count else None
+
+    def start_example(self, example: Example) -> None:
+        """Nothing is needed of an example."""
+
+    def add_band(self, site: str, band: WeightBand) -> None:
+        """Add the rows of a band."""
+        heads, rows, _ = band.w_HTS.shape
+        sums, counts = spread_of_sets(band.w_HTS, torch.ones(1, heads), torch.ones(heads, rows))
+        self._sum, self._count = self._sum + float(sums[0]), self._count + float(counts[0])
+
+    def finish_example(self) -> None:
+        """Nothing is kept of an example."""
+
+    def measures(self, resamples: np.ndarray[Any, Any]) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
+        """No measures of single heads."""
+        return {}
+
+
+class _CallHook:
+    """Hook that reads scores and gates of each call of one attention."""
+
+    needs_call = True
+
+    def __init__(self) -> None:
+        self.scores: list[tuple[float, float, float]] = []
+        self.gates: list[Tensor] = []
+
+    def on_call(self, call: ObservedCall) -> None:
+        """Read the spread, rank and change of the scores, and the share of tokens for which each head is on."""
+        if not isinstance(call, HeadwiseCall):
+            return
+        stages, allowed = score_stages(call), call.allowed_pairs()
+        if "scores" in stages:
+            scores = stages["scores"]
+            final = stages.get("mixed", scores)
+            self.scores.append((_row_deviation(final, allowed), _mean_rank(final), _change(scores, final, allowed)))
+        self.gates += [(gate != 0).float().mean((0, 1)).flatten() for gate in call.inputs.gates]
+
+    def on_head_outputs(self, outputs: Tensor) -> None:
+        """Do nothing: outputs are not needed."""
+
+
+def _row_deviation(scores_BHTS: Tensor, allowed: Tensor) -> float:
+    """Standard deviation of the scores of a query over its allowed keys, mean over queries with at least two."""
+    allowed = allowed.expand(scores_BHTS.shape)[..., : scores_BHTS.shape[2], :]
+    count = allowed.sum(-1)
+    mean = scores_BHTS.masked_fill(~allowed, 0).sum(-1) / count.clamp(min=1)
+    squares = (scores_BHTS - mean[..., None]).masked_fill(~allowed, 0).square().sum(-1)
+    return float((squares / (count - 1).clamp(min=1)).sqrt()[count > 1].mean())
+
+
+def _mean_rank(scores_BHTS: Tensor) -> float:
+    return float(effective_rank(scores_BHTS[0].float()).mean())
+
+
+def _change(before_BHTS: Tensor, after_BHTS: Tensor, allowed: Tensor) -> float:
+    allowed = allowed.expand(before_BHTS.shape)
+    difference, scores = ((x.masked_fill(~allowed, 0)) for x in (after_BHTS - before_BHTS, before_BHTS))
+    return float(difference.norm() / scores.norm().clamp(min=1e-12))
+
+
+def _summarise_calls(net: Transformer, examples: Sequence[Example]) -> dict[str, Any]:
+    """Means of scores over attentions and texts, gates of each attention, and the differences between tokens."""
+    sites = [module for module in find_attention(net) if module.site.observe.possible]
+    scores: list[tuple[float, float, float]] = []
+    gates: dict[str, list[Tensor]] = {}
+    for example in examples:
+        hooks = {module.site.name: _CallHook() for module in sites}
+        ModelRun(net, prepare_inputs(net, example.model_inputs, 0)).run_with_hooks(sites, hooks)
+        for name, hook in hooks.items():
+            scores += hook.scores
+            if hook.gates:
+                gates.setdefault(name, []).append(torch.stack(hook.gates).prod(0))
+    depths = measure_rank_collapse(net, examples, num_resamples=1)
+    summary: dict[str, Any] = {"residual": [one.residual.value for one in depths if one.stack == depths[-1].stack]}
+    if scores:
+        means = np.mean(scores, 0).tolist()
+        summary |= dict(zip(("score_deviation", "score_rank", "score_change"), means, strict=True))
+    if gates:
+        summary["gates"] = {name: torch.stack(values).mean(0).tolist() for name, values in gates.items()}
+    return summary

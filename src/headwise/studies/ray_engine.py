@@ -1,0 +1,103 @@
+"""Run cells as tasks of Ray, on a cluster of several machines or on a local one that is started for the study.
+
+Ray starts the worker processes, one processor and one thread each, and runs a task again whose process or machine dies.
+Workers return results; only the driver, which runs the study, writes them.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Self
+
+from ..errors import SpecError
+from ..interfaces.external_parts import imported_part_files
+from .cells import Cell
+from .process_engine import MAX_ATTEMPTS, THREAD_VARIABLES, prepare_worker, record_killed
+from .run_cell import read_result, run_cell, write_result
+
+NO_RAY = "--engine ray needs Ray; pip install 'headwise[ray]', or use --engine local"
+NEW_CLUSTER = "local"  # Ray's name for a cluster that is started with the call
+
+
+class RayEngine:
+    """Runs cells on the Ray cluster at `address`, as "host:port"; without one, on a cluster of `jobs` processors here.
+
+    The machines of a cluster need the same version of headwise, and the files of `--import` at the same paths. A cell
+    whose process dies is run again from its start, at most three times; then it is recorded as killed.
+    """
+
+    def __init__(self, address: str = "", jobs: int | None = None) -> None:
+        if address and jobs is not None:
+            raise SpecError(f"the cluster at {address} has its own number of processors; leave --jobs {jobs} out")
+        self.address, self.jobs = address, jobs
+        self._ray = _import_ray()
+
+    def __enter__(self) -> Self:
+        ray = self._ray
+        size = {} if self.address else {"num_cpus": self.jobs or len(os.sched_getaffinity(0))}
+        try:
+            ray.init(
+                address=self.address or NEW_CLUSTER,
+                include_dashboard=None if self.address else False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                runtime_env={"env_vars": dict.fromkeys(THREAD_VARIABLES, "1")},
+                **size,
+            )
+        except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
+            remedy = "start one with ray start --head and give its HOST:PORT, or leave --address out to start one here"
+            fact = f"cannot reach a Ray cluster at {self.address}" if self.address else "cannot start a Ray cluster"
+            raise SpecError(f"{fact}: {str(error).splitlines()[0]}; {remedy}") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Disconnect; a cluster that was started here ends, and with it the tasks that still run."""
+        self._ray.shutdown()
+
+    def run(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
+        """Run the cells; yields each with its result, finished ones first."""
+        ray = self._ray
+        run_remotely = ray.remote(num_cpus=1, max_retries=MAX_ATTEMPTS - 1)(run_cell_elsewhere)
+        tasks: dict[Any, Cell] = {}
+        for cell in cells:
+            if (stored := read_result(folder / cell.id)) is not None:
+                yield cell, stored
+            else:
+                tasks[run_remotely.remote(cell.config, imported_part_files())] = cell
+        while tasks:
+            for task in ray.wait(list(tasks))[0]:
+                cell = tasks.pop(task)
+                yield cell, self._receive(task, folder / cell.id)
+
+    def _receive(self, task: Any, folder: Path) -> Mapping[str, Any]:
+        """The result of a task that has ended, written to the folder of its cell."""
+        errors = self._ray.exceptions
+        try:
+            result = self._ray.get(task)
+        except errors.OutOfMemoryError:
+            result = {"status": "out of memory", "message": "Ray ended its process to free memory", "timing": {}}
+        except (errors.WorkerCrashedError, errors.NodeDiedError, errors.ObjectLostError):
+            return record_killed(folder)
+        write_result(folder, result)
+        return result
+
+
+def run_cell_elsewhere(config: Mapping[str, Any], part_files: Sequence[str]) -> dict[str, Any]:
+    """Run a cell in a worker of Ray, in a temporary folder of its machine."""
+    prepare_worker(part_files)
+    with tempfile.TemporaryDirectory(prefix="headwise-cell-") as folder:
+        return run_cell(config, folder)
+
+
+def _import_ray() -> ModuleType:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reads it when it is imported: it shall report nothing
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError:
+        raise SpecError(NO_RAY) from None
+    return ray
