@@ -6,6 +6,7 @@ Workers return results; only the driver, which runs the study, writes them.
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,8 +97,7 @@ def run_cell_elsewhere(config: Mapping[str, Any], part_files: Sequence[str]) -> 
 def _import_ray() -> ModuleType:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reads it when it is imported: it shall report nothing
     try:
-        import ray
-        import ray.exceptions
+        importlib.import_module("ray.exceptions")
+        return importlib.import_module("ray")
     except ImportError:
         raise SpecError(NO_RAY) from None
-    return ray
