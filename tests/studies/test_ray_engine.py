@@ -65,7 +65,7 @@ def test_refusals(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     for wrong, words in [
         (["--address", "host:6379"], "--address host:6379 belongs to --engine ray"),
         (["--engine", "ray", "--jobs", "0"], "give 1 or more"),
-        (["--engine", "mpi"], "invalid choice: 'mpi'"),
+        (["--engine", "mpi"], "'mpi' is unknown; give one of 'local', 'ray'"),
     ]:
         assert main(["study", str(file), "--out", str(tmp_path / "out"), *wrong]) == 2
         assert words in capsys.readouterr().err

@@ -93,6 +93,9 @@ def test_metrics_are_those_of_the_trained_model(finished: tuple[StudyResults, St
     assert [point["step"] for point in cell.result["curve"]] == [3, 6]
     assert 0 <= cell.result["tests"]["longer"]["accuracy"] <= 1
     assert not (folder / "cells" / cell.cell.id / "run" / "checkpoint").exists()
+    assert not list((folder / "cells").glob("*/run/curves*.svg"))
+    times = cell.result["timing"]
+    assert 0 < 6 * times["step"] < times["processor"]
 
 
 def test_kill_and_resume_give_the_same_bytes(
@@ -178,10 +181,14 @@ def test_the_report(finished: tuple[StudyResults, StudyReport, Path]):
     assert f"{mean:.4g}" in page
     assert "<script" not in page
     assert "//" not in page.replace('xmlns="http://www.w3.org/2000/svg"', "")
-    assert page.count("<svg") == 9  # strips, three costs, three axes of time, length of the test, decode time
+    assert page.count("<svg") == 10  # strips, three costs, three axes of time, length of the test, two of decoding
     measured = json.loads((folder / "decoding.json").read_text())["variants"]["gqa"][-1]
-    assert f"{1000 * measured['step']:.2f} | {measured['held']:,} | equal |" in text
+    assert f"{1000 * measured['prompt']:.2f} | {measured['held']:,} | equal |" in text
     assert all(claim in text for claim in report.claims)
+    for place in ("step 0", "test longer"):
+        summaries = [one.result["heads_at"][place] for one in results.report_cells("gqa", "recall")]
+        entropy = sum(one["measures"]["entropy"] for one in summaries) / len(summaries)
+        assert f"| gqa | {place} | {entropy:.4g} |" in text
     rows = (folder / "report" / "results.csv").read_text().splitlines()
     cell = results.report_cells("gqa", "recall")[0]
     value = cell.result["metrics"]["accuracy"]

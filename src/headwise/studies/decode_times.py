@@ -1,4 +1,4 @@
-"""Decoding of a study's models against context length: seconds of a step, and bytes of the KV cache, both measured."""
+"""Decoding of a study's models against context length: time of the prompt and of a step, and bytes of the KV cache."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from .cells import CellGrid
 DECODE_FILE = "decoding.json"
 CONTEXTS = (64, 256, 1024, 4096)
 STEPS = 9  # timed at each context, after one that is not
+FORMAT = 2  # grows when other things are measured
 
 
 def read_decode_times(grid: CellGrid, folder: Path) -> Mapping[str, Any]:
@@ -35,9 +36,10 @@ def read_decode_times(grid: CellGrid, folder: Path) -> Mapping[str, Any]:
         return {"task": None, "variants": {}}
     specs = {name: grid.models[name, task].spec for name in grid.study.variants}
     stored = read_json_file(path) if path.exists() else None
-    if isinstance(stored, dict) and stored.get("task") == task and list(stored.get("variants", {})) == list(specs):
+    key = {"format": FORMAT, "task": task}
+    if isinstance(stored, dict) and stored.items() >= key.items() and list(stored["variants"]) == list(specs):
         return stored
-    measured = {"task": task, "variants": {name: measure_decoding(spec) for name, spec in specs.items()}}
+    measured = {**key, "variants": {name: measure_decoding(spec) for name, spec in specs.items()}}
     write_atomically(path, json.dumps(measured, indent=1).encode() + b"\n")
     return measured
 
@@ -48,7 +50,9 @@ def _is_decoder(grid: CellGrid, task: str) -> bool:
 
 @compile_when_called()
 def measure_decoding(spec: ModelSpec, contexts: Sequence[int] = CONTEXTS) -> list[dict[str, Any]] | str:
-    """Processor seconds of a decode step of one row with random weights, and bytes of its cache, at each context."""
+    """Processor seconds of a prompt and of a decode step, and bytes of the cache, at each context, for one row and
+    random weights; or why the model does not decode.
+    """
     net = build(spec, seed=0).eval()
     attentions = [attention for _, attention in spec.attention_specs()]
     records: list[dict[str, Any]] = []
@@ -59,18 +63,21 @@ def measure_decoding(spec: ModelSpec, contexts: Sequence[int] = CONTEXTS) -> lis
             formula = sum(cache_bytes(one, batch=1, capacity=context + STEPS + 1) for one in attentions)
             with torch.inference_mode():
                 ids = torch.randint(0, spec.heads[0].outputs, (1, context), generator=generator)
-                net(ids, cache=cache)
-                seconds = [_time_step(net, ids[:, :1], cache) for _ in range(STEPS + 1)][1:]
+                if not records:  # the first call compiles kernels
+                    net(ids, cache=net.cache(batch=1, capacity=context))
+                prompt = _time_call(net, ids, cache)
+                seconds = [_time_call(net, ids[:, :1], cache) for _ in range(STEPS + 1)][1:]
         except (SpecError, ValueError, NotImplementedError) as error:
             if not records:
                 return str(error)
             break
         held = sum(one.nbytes for layer in cache.layers for one in layer.values())
-        records.append({"context": context, "step": statistics.median(seconds), "formula": formula, "held": held})
+        times = {"prompt": prompt, "step": statistics.median(seconds)}
+        records.append({"context": context, **times, "formula": formula, "held": held})
     return records
 
 
-def _time_step(net: Any, ids: torch.Tensor, cache: Any) -> float:
+def _time_call(net: Any, ids: torch.Tensor, cache: Any) -> float:
     start = time.process_time()
     net(ids, cache=cache)
     return time.process_time() - start

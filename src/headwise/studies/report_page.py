@@ -123,12 +123,15 @@ def _decoding(report: StudyReport) -> Iterator[str]:
     if (table := report.decode_table()) is None:
         return
     yield "<h2>Decode time against context</h2>"
-    curves = {
-        name: [(float(one["context"]), 1000 * one["step"]) for one in records] if isinstance(records, list) else []
-        for name, records in report.decoding["variants"].items()
-    }
-    if figure := curve_figure(curves, "tokens in the cache", "ms for a token", log=True):
-        yield f'<div class="figures">{_figure(figure, table.caption)}</div>'
+    figures: list[str] = []
+    for kind, label in (("step", "ms for a token"), ("prompt", "ms for the prompt")):
+        curves = {
+            name: [(float(one["context"]), 1000 * one[kind]) for one in records] if isinstance(records, list) else []
+            for name, records in report.decoding["variants"].items()
+        }
+        if svg := curve_figure(curves, "tokens", label, log=True):
+            figures.append(_figure(svg, f"{label} against its context, processor time of one row."))
+    yield f'<div class="figures">{"".join(figures)}</div>'
     yield _table(table)
 
 

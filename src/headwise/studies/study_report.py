@@ -186,7 +186,7 @@ class StudyReport:
         rows: list[tuple[str, ...]] = []
         for name, records in variants.items():
             if isinstance(records, str):
-                rows.append((name, *["-"] * (len(contexts) + 1), records))
+                rows.append((name, *["-"] * (2 * len(contexts) + 1), records))
                 continue
             at = {record["context"]: record for record in records}
             last = records[-1]
@@ -194,17 +194,27 @@ class StudyReport:
             rows.append(
                 (
                     name,
-                    *(f"{1000 * at[one]['step']:.2f}" if one in at else "-" for one in contexts),
+                    *(
+                        f"{1000 * at[one][kind]:.2f}" if one in at else "-"
+                        for kind in ("step", "prompt")
+                        for one in contexts
+                    ),
                     f"{last['held']:,}",
                     "equal" if agrees else f"differs: {last['formula']:,}",
                 )
             )
         return ReportTable(
             "Decode time against context",
-            ("variant", *(f"ms at {context:,}" for context in contexts), "KV bytes at the last", "bytes by formula"),
+            (
+                "variant",
+                *(f"ms at {context:,}" for context in contexts),
+                *(f"prompt of {context:,}" for context in contexts),
+                "KV bytes at the last",
+                "bytes by formula",
+            ),
             tuple(rows),
-            f"One row, random weights of the models of {self.decoding['task']}, processor time of one thread, median "
-            "of 9 steps.",
+            f"One row, random weights of the models of {self.decoding['task']}; milliseconds of processor time of a "
+            "token (median of 9), and of the whole prompt.",
         )
 
     def size_table(self) -> ReportTable:
