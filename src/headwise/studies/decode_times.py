@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..bench.session import use_threads
 from ..costs import cache_bytes
 from ..errors import SpecError
 from ..files import read_json_file, write_atomically
@@ -22,7 +23,7 @@ from .cells import CellGrid
 DECODE_FILE = "decoding.json"
 CONTEXTS = (64, 256, 1024, 4096)
 STEPS = 9  # timed at each context, after one that is not
-FORMAT = 2  # grows when other things are measured
+FORMAT = 1  # grows when other things are measured
 
 
 def read_decode_times(grid: CellGrid, folder: Path) -> Mapping[str, Any]:
@@ -49,6 +50,7 @@ def _is_decoder(grid: CellGrid, task: str) -> bool:
 
 
 @compile_when_called()
+@use_threads(1)
 def measure_decoding(spec: ModelSpec, contexts: Sequence[int] = CONTEXTS) -> list[dict[str, Any]] | str:
     """Processor seconds of a prompt and of a decode step, and bytes of the cache, at each context, for one row and
     random weights; or why the model does not decode.

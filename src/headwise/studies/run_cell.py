@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..bench.session import use_threads
 from ..data import Task, make_task
 from ..errors import SpecError, TrainingDiverged
 from ..files import write_atomically
@@ -40,7 +41,8 @@ def run_cell(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     start, processor_start = time.perf_counter(), time.process_time()
     result: dict[str, Any]
     try:
-        result = {"status": "done", **_train_and_test(config, path)}
+        with use_threads(1):  # sums and times must not depend on the number of processors
+            result = {"status": "done", **_train_and_test(config, path)}
     except TrainingDiverged as error:
         result = {"status": "diverged", "message": str(error).partition(";")[0]}
     except MemoryError:
