@@ -17,7 +17,8 @@ from ..errors import SpecError
 from ..files import read_json_file, write_atomically
 from ..kernels.compilation import compile_when_called
 from ..model_spec import ModelSpec
-from ..models import build
+from ..models import Transformer, build
+from ..models.transformer import ModelCache
 from .cells import CellGrid
 
 DECODE_FILE = "decoding.json"
@@ -55,31 +56,33 @@ def measure_decoding(spec: ModelSpec, contexts: Sequence[int] = CONTEXTS) -> lis
     """Processor seconds of a prompt and of a decode step, and bytes of the cache, at each context, for one row and
     random weights; or why the model does not decode.
     """
-    net = build(spec, seed=0).eval()
-    attentions = [attention for _, attention in spec.attention_specs()]
+    net, generator = build(spec, seed=0).eval(), torch.Generator().manual_seed(0)
     records: list[dict[str, Any]] = []
-    generator = torch.Generator().manual_seed(0)
     for context in contexts:
+        ids = torch.randint(0, spec.heads[0].outputs, (1, context), generator=generator)
         try:
-            cache = net.cache(batch=1, capacity=context + STEPS + 1)
-            formula = sum(cache_bytes(one, batch=1, capacity=context + STEPS + 1) for one in attentions)
-            with torch.inference_mode():
-                ids = torch.randint(0, spec.heads[0].outputs, (1, context), generator=generator)
-                if not records:  # the first call compiles kernels
-                    net(ids, cache=net.cache(batch=1, capacity=context))
-                prompt = _time_call(net, ids, cache)
-                seconds = [_time_call(net, ids[:, :1], cache) for _ in range(STEPS + 1)][1:]
+            if not records:  # the first call compiles kernels
+                _measure_context(net, ids)
+            records.append(_measure_context(net, ids))
         except (SpecError, ValueError, NotImplementedError) as error:
-            if not records:
-                return str(error)
-            break
-        held = sum(one.nbytes for layer in cache.layers for one in layer.values())
-        times = {"prompt": prompt, "step": statistics.median(seconds)}
-        records.append({"context": context, **times, "formula": formula, "held": held})
+            return records or str(error)
     return records
 
 
-def _time_call(net: Any, ids: torch.Tensor, cache: Any) -> float:
+@torch.inference_mode()
+def _measure_context(net: Transformer, ids: torch.Tensor) -> dict[str, Any]:
+    """Times of the prompt `ids` and of a step after it, and bytes of the cache by formula and as held."""
+    context = ids.shape[1]
+    capacity = context + STEPS + 1
+    cache = net.cache(batch=1, capacity=capacity)
+    prompt = _time_call(net, ids, cache)
+    seconds = [_time_call(net, ids[:, :1], cache) for _ in range(STEPS + 1)][1:]
+    times = {"prompt": prompt, "step": statistics.median(seconds)}
+    formula = sum(cache_bytes(spec, batch=1, capacity=capacity) for _, spec in net.spec.attention_specs())
+    return {"context": context, **times, "formula": formula, "held": cache.nbytes}
+
+
+def _time_call(net: Transformer, ids: torch.Tensor, cache: ModelCache) -> float:
     start = time.process_time()
     net(ids, cache=cache)
     return time.process_time() - start

@@ -205,13 +205,11 @@ def run_training(
             for note in notes:
                 write({"event": "note", "step": run.progress.step, "says": note})
             ahead = run.recipe.prefetch if world.size == 1 else 0
-            with BatchPrefetcher(setup.task, run.recipe.batch, ahead=ahead, stop=run.recipe.steps) as batches:
-                try:
-                    _run_steps(run, setup, write, interrupts, batches)
-                except KeyboardInterrupt:
-                    draw(run)
-                    raise
-            draw(run)
+            with (
+                BatchPrefetcher(setup.task, run.recipe.batch, ahead=ahead, stop=run.recipe.steps) as batches,
+                _drawn_at_the_end(run, draw),
+            ):
+                _run_steps(run, setup, write, interrupts, batches)
             return _finish_run(run, write)
 
 
@@ -298,6 +296,17 @@ def _write_samples(run: TrainingRun, write: RecordWriter) -> None:
     if run.world.is_leader:
         for record in sample_texts(net, run.recipe, run.progress.step):
             write(record)
+
+
+@contextmanager
+def _drawn_at_the_end(run: TrainingRun, draw: Callable[[TrainingRun], object]) -> Iterator[None]:
+    """Context that draws a run when its steps end or are interrupted, but not when they fail."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        draw(run)
+        raise
+    draw(run)
 
 
 def draw_curves(run: TrainingRun) -> None:
