@@ -1,4 +1,4 @@
-"""What the heads of a study's model do on a task: measures and classes, diversity, gates, and scores.
+"""Summaries of the heads of a study's model on a task: measures and classes, diversity, gates, and scores.
 
 `summarise_heads` returns means over the heads of a model, small enough to be stored for every cell and every moment at
 which heads are measured: before training, during it, and on each further test.

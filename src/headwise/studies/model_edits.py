@@ -56,10 +56,10 @@ class ModelEdit:
     @staticmethod
     def parse(name: str, values: Mapping[str, Any]) -> ModelEdit:
         """Read the table of an edit; raises SpecError for unknown fields and values."""
-        known = [one.name for one in fields(ModelEdit)]
+        field_names = [one.name for one in fields(ModelEdit)]
         for key in values:
-            if key not in known:
-                raise SpecError(f"edits.{name} has no field {key!r}; {suggest(key, known)}")
+            if key not in field_names:
+                raise SpecError(f"edits.{name} has no field {key!r}; {suggest(key, field_names)}")
         record = Record(f"edits.{name}", values, "correct the file")
         edit = ModelEdit(
             record.read_text("change", ""),
@@ -97,7 +97,7 @@ class ModelEdit:
 
 
 def describe_edits(edits: Mapping[str, ModelEdit]) -> str:
-    """What each edit does, in one sentence each.
+    """One sentence for each edit, about the heads that it changes and the training after it.
 
     >>> describe_edits({"half": ModelEdit("prune", share=0.5, ranking="michel", steps=100)})
     'half: 50 % of the heads pruned, the last by michel, then 100 training steps.'

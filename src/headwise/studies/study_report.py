@@ -127,7 +127,7 @@ class StudyReport:
         return _without_empty_columns(ReportTable(f"{task.name}, what heads do", header, tuple(rows), HEAD_CAPTION))
 
     def head_place_table(self, task: StudyTask) -> ReportTable | None:
-        """The same measures before training, during it, and on further tests; None if heads were not measured."""
+        """Measures of heads before training, during it, and on further tests; None if heads were not measured."""
         rows: list[tuple[str, ...]] = []
         for variant in self.results.study.variants:
             done = self._done(variant, task)
@@ -467,8 +467,8 @@ def _format_interval(mean: Interval) -> str:
 
 def _without_empty_columns(table: ReportTable) -> ReportTable:
     """The table without columns in which every cell is "-" or "0"."""
-    kept = [n for n in range(len(table.header)) if any(row[n] not in ("-", "0") for row in table.rows)]
-    header, *rows = (tuple(row[n] for n in kept) for row in (table.header, *table.rows))
+    columns = [n for n in range(len(table.header)) if any(row[n] not in ("-", "0") for row in table.rows)]
+    header, *rows = (tuple(row[n] for n in columns) for row in (table.header, *table.rows))
     return ReportTable(table.title, header, tuple(rows), table.caption)
 
 
