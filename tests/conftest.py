@@ -15,6 +15,7 @@ import torch
 
 from support.shape_checks import install_shape_checks
 
+os.environ["LC_ALL"] = "C.UTF-8"  # English texts, whatever the locale of the user
 os.environ["HEADWISE_KERNELS"] = "wait"  # the same kernels run however many are compiled; processes inherit it
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from headwise import cli
-from headwise.cli.learn import language_of_locale
 from headwise.learn.catalogue import load_documents, load_entries
 
 
@@ -55,16 +54,6 @@ def test_chinese_by_option_and_by_locale(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setenv("LANG", "zh_CN.UTF-8")
     assert run(capsys, "003-2.3b") == text
     assert run(capsys, "003-2.3b", "--lang", "en") != text
-
-
-@pytest.mark.parametrize(
-    ("names", "language"),
-    [({"LANG": "zh_TW"}, "zh"), ({"LANG": "zh_CN", "LC_ALL": "C"}, "en"), ({"LANG": ""}, "en")],
-)
-def test_language_of_locale(names: dict[str, str], language: str, monkeypatch: pytest.MonkeyPatch):
-    for name, value in names.items():
-        monkeypatch.setenv(name, value)
-    assert language_of_locale() == language
 
 
 def test_json_has_numbers(capsys: pytest.CaptureFixture[str]):

@@ -9,7 +9,8 @@ import pytest
 
 from headwise.learn import catalogue
 from headwise.learn.entry import Text, Verdict
-from headwise.learn.entry_text import MARKS, Words, align_table, text_width, wrap
+from headwise.learn.entry_text import MARKS, Words, wrap_page
+from headwise.translation.terminal_text import align_table, text_width
 
 ENTRIES = catalogue.load_entries()
 
@@ -92,7 +93,7 @@ def test_a_section_is_not_a_prefix_of_another():
 
 def test_lines_fit_the_terminal():
     for text in (ENTRIES[0].line.zh * 3, ENTRIES[0].line.en * 3):
-        lines = wrap(text, indent="    ")
+        lines = wrap_page(text, indent="    ")
         assert "".join(lines).replace(" ", "") == text.replace(" ", "")
         assert max(map(text_width, lines)) <= 82  # closing marks may stand beyond the margin
 

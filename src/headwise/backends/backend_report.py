@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,11 +17,12 @@ from ..machine.capabilities import this_machine
 from ..machine.takeover_points import current_points, machine_notes, takeover_size
 from ..masking.pattern_base import describe_heads
 from ..spec.attention_spec import AttentionSpec
+from ..translation.language import localise
+from ..translation.terminal_text import label_cell, paragraph, text_width
 from . import varlen
 from .core_interface import CallSignature
 from .dispatch import MAX_DENSE_LENGTH, never_preferred_reasons, slower_reasons_by_backend
 
-WIDTH = 80
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -140,7 +140,7 @@ class BackendReport:
 
     def __str__(self) -> str:
         width = max(map(len, self.reasons_against))
-        lines = [*textwrap.wrap(_title(self.call), WIDTH), "", f"  {'backend'.ljust(width)}  answer"]
+        lines = [*paragraph(_title(self.call)), "", f"  {label_cell('backend', width)}  {localise('answer')}"]
         for name, reasons in self.reasons_against.items():
             text = (
                 f"no: {'; '.join(reasons)}"
@@ -150,11 +150,11 @@ class BackendReport:
             lines += _table_row(name, width, text)
         lines += ["", *_summary(self.call)]
         if self.call.signature.is_packed:
-            lines += textwrap.wrap(_packed_note(self.call), WIDTH)
+            lines += paragraph(_packed_note(self.call))
         lines += _summary(self.other_call)
         if self.call.signature.device == "cpu":
             notes = [*([NO_KERNELS_NOTE] if kernel_problem() else []), *machine_notes()]
-            lines += [line for note in notes for line in ("", *textwrap.wrap(note, WIDTH))]
+            lines += [line for note in notes for line in ("", *paragraph(note))]
         return "\n".join(lines)
 
 
@@ -282,13 +282,13 @@ def _summary(report: CallReport) -> list[str]:
     width = max(map(len, CALL_KINDS.values()))
     text = report.backends_text
     text += f", as {report.form}" if report.form and report.backend else ""
-    start = f"{CALL_KINDS[report.tokens].ljust(width)}  "
-    return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start))
+    start = f"{label_cell(CALL_KINDS[report.tokens], width)}  "
+    return paragraph(text, indent=start, hanging=" " * text_width(start))
 
 
 def _table_row(name: str, width: int, text: str) -> list[str]:
     indent = " " * (width + 4)
-    return textwrap.wrap(text, WIDTH, initial_indent=f"  {name.ljust(width)}  ", subsequent_indent=indent)
+    return paragraph(text, indent=f"  {name.ljust(width)}  ", hanging=indent)
 
 
 def _dtype_name(call: CallSignature) -> str:

@@ -23,6 +23,9 @@ from importlib import import_module
 
 from .. import __version__
 from ..errors import suggest
+from ..translation.language import localise, use_language
+from ..translation.terminal_text import paragraph
+from .arguments import terminal_language
 from .command_parser import LIST_OPTIONS, UsageError
 from .exit_status import open_closed_streams, print_error, run_guarded
 
@@ -54,15 +57,15 @@ EXAMPLES = ("headwise spec gqa --set heads.kv=4", "headwise cost gqa mla --conte
 
 def usage() -> str:
     """Return the text of `headwise --help`."""
-    commands = [f"  {command:<9}{summary}" for command, summary in COMMANDS.items()]
+    commands = [f"  {command:<9}{localise(summary)}" for command, summary in COMMANDS.items()]
     examples = [f"  {example}" for example in EXAMPLES]
-    head = ["usage: headwise COMMAND [OPTIONS]", "", "The workbench for attention heads.", "", "commands:", *commands]
-    tail = [
-        "headwise --version [--json] prints versions, headwise --completion SHELL a",
-        "script that completes words in bash, zsh or fish. headwise COMMAND --help lists",
-        "the everyday options of a command, headwise COMMAND --help-all every option.",
-    ]
-    return "\n".join([*head, "", "examples:", *examples, "", *tail])
+    head = [f"{localise('usage:')} headwise COMMAND [OPTIONS]", "", localise("The workbench for attention heads."), ""]
+    tail = paragraph(
+        "headwise --version [--json] prints versions, headwise --completion SHELL a script that completes words in "
+        "bash, zsh or fish. headwise COMMAND --help lists the everyday options of a command, headwise COMMAND "
+        "--help-all every option."
+    )
+    return "\n".join([*head, localise("commands:"), *commands, "", localise("examples:"), *examples, "", *tail])
 
 
 def _print_version(argv: Sequence[str]) -> int:
@@ -109,7 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_closed_streams()
     if is_closed:
         return print_error("cannot write: stdout is closed; open it")
-    return run_guarded(_run_command, sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    with use_language(terminal_language(argv)):
+        return run_guarded(_run_command, argv)
 
 
 def _run_command(argv: list[str]) -> int:

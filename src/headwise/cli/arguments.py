@@ -10,11 +10,13 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import suggest
 from ..escaping import escape_page
+from ..translation.language import LANGUAGES, can_show_chinese, choose_language
 from .command_parser import UsageError
 
 if TYPE_CHECKING:
@@ -46,6 +48,23 @@ MAX_FILE_BYTES = 2**20  # largest spec file that is read; a spec is about a page
 ASCII_FALLBACKS = str.maketrans("█▒·─–—×−→≤≥²…", "#+.---x-><>2.")
 
 
+TRANSLATED_COMMANDS = ("cost", "demo", "heads", "learn")  # the others write English in every locale
+
+
+def terminal_language(argv: Sequence[str]) -> str:
+    """The language of a command's texts: that of --lang or the locale, unless the terminal cannot show it."""
+    is_translated = not argv or argv[0] in TRANSLATED_COMMANDS or argv[0].startswith("-")
+    if not is_translated or choose_language(argv, os.environ) == "en":
+        return "en"
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not can_show_chinese(stream):
+            fact = f"headwise: the encoding of {name}, {stream.encoding}, has no Chinese characters"
+            print_note(f"{fact}, so messages are in English; set PYTHONIOENCODING=utf-8")
+            return "en"
+    return "zh"
+
+
 def prepare_output() -> None:
     """Make stdout and stderr replace characters that they cannot encode, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
@@ -61,7 +80,15 @@ def print_page(text: str) -> None:
         text.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:
         text = text.translate(ASCII_FALLBACKS)
+        if not text.isascii():
+            _note_replaced_characters(sys.stdout.encoding or "ascii")
     print(text)
+
+
+@cache
+def _note_replaced_characters(encoding: str) -> None:
+    """Say once why characters are missing."""
+    print_note(f"headwise: characters that {encoding} does not have are shown as ?; set PYTHONIOENCODING=utf-8")
 
 
 def print_note(text: object) -> None:
@@ -100,6 +127,11 @@ def add_set_argument(
 def add_json_argument(parser: argparse._ActionsContainer) -> None:
     """Add `--json`."""
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def add_language_argument(parser: argparse._ActionsContainer) -> None:
+    """Add `--lang`, which `terminal_language` reads before the arguments are parsed."""
+    parser.add_argument("--lang", choices=LANGUAGES, help="language of the texts (default: the locale's)")
 
 
 def add_overwrite_argument(parser: argparse._ActionsContainer) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ..errors import suggest
+from ..translation.language import localise
+from ..translation.terminal_text import TERMINAL_WIDTH, paragraph, wrap
 
-TERMINAL_WIDTH = 80
 HELP_COLUMN = 24  # column in which the explanations start
 COMMANDS_WITHOUT_PARTS = ("demo", "bench", "learn")  # read no spec or model of the user
 LIST_OPTIONS = "--list-options"  # for scripts of shell_completion; no help text names it
@@ -28,11 +28,20 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=HELP_COLUMN)
 
+    def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        super().add_usage(usage, actions, groups, f"{localise('usage:')} ")
+
     def _get_help_string(self, action: argparse.Action) -> str | None:
         has_default = action.option_strings and action.nargs != 0
         if not has_default or action.default in (None, "", [], argparse.SUPPRESS) or "(default:" in (action.help or ""):
-            return action.help
-        return f"{action.help} (default: %(default)s)"
+            return localise(action.help or "")
+        return f"{localise(action.help or '')} {localise('(default: %(default)s)')}"
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(" ".join(text.split()), width)
+
+    def start_section(self, heading: str | None) -> None:
+        super().start_section(localise(heading or ""))
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         if action.nargs in ONE_OR_MORE and isinstance(action.metavar, str):
@@ -59,8 +68,8 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, command: str, description: str, *examples: str) -> None:
         super().__init__(
             prog=f"headwise {command}",
-            description=textwrap.fill(description, TERMINAL_WIDTH - 2),
-            epilog="\n  ".join(["examples:", *examples]),
+            description="\n".join(paragraph(description, TERMINAL_WIDTH - 2)),
+            epilog="\n  ".join([localise("examples:"), *examples]),
             formatter_class=_HelpFormatter,
             add_help=False,
             allow_abbrev=False,
@@ -106,7 +115,7 @@ class CommandParser(argparse.ArgumentParser):
             action.help = help_text
         count = len(self.expert_actions)
         more = f"{count} more option{'s' * (count > 1)}" if count else "every option"
-        return f"{text}\n{self.prog} --help-all lists {more}\n"
+        return f"{text}\n{localise(f'{self.prog} --help-all lists {more}')}\n"
 
     def format_help_all(self) -> str:
         """Return the help with all options."""

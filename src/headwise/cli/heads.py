@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..output_paths import check_output
 from ..progress import ProgressReporter
+from ..translation.terminal_text import paragraph
 from . import known_names
 from .argument_checks import (
     check_choice,
@@ -24,6 +24,7 @@ from .argument_checks import (
 )
 from .arguments import (
     add_json_argument,
+    add_language_argument,
     add_overwrite_argument,
     existing_mode,
     print_note,
@@ -31,7 +32,7 @@ from .arguments import (
     supports_style,
     to_json,
 )
-from .command_parser import TERMINAL_WIDTH, CommandParser, UsageError
+from .command_parser import CommandParser, UsageError
 from .one_text import ONE_TEXT_OPTIONS, add_one_text_arguments, check_one_text, show_one_text
 from .text_arguments import add_text_arguments, attach_named_tokenizer, check_text_arguments, read_examples
 
@@ -165,7 +166,7 @@ def _add_importance(table: HeadTable, extras: ExtraAnalyses) -> HeadTable:
         else head
         for head in table.heads
     )
-    top_heads = "; ".join(
+    top_heads = ", ".join(
         f"{head.site} {head.head} {format_interval(head.measure)}" for head in result.by_importance[:5]
     )
     extras.lines.append(
@@ -186,7 +187,7 @@ def _count_classes(table: HeadTable) -> str:
 
 def format_extras(extras: ExtraAnalyses) -> str:
     """Format each summary line as a paragraph."""
-    return "\n".join("\n" + textwrap.fill(line, TERMINAL_WIDTH) for line in extras.lines)
+    return "\n".join("\n" + "\n".join(paragraph(line)) for line in extras.lines)
 
 
 # --- `headwise heads` ----------------------------------------------------------------------------------
@@ -264,6 +265,7 @@ def _parser() -> CommandParser:
         help="with --out, also draw these heads on the first text, such as L3H2 or SITE:HEAD",
     )
     add_overwrite_argument(parser)
+    add_language_argument(parser)
     add_json_argument(parser)
     add_one_text_arguments(parser)
     _add_expert_arguments(parser)
@@ -389,7 +391,7 @@ def _draw_from_trace(args: argparse.Namespace, parser: CommandParser) -> int:
     if not args.draw:
         raise UsageError(f"{args.model} is a trace, whose heads can only be drawn; add --draw HEAD --out DIR")
     unused = [name for name in vars(args) if getattr(args, name) != parser.get_default(name)]
-    if unused := [name for name in unused if name not in ("model", "draw", "out", "overwrite")]:
+    if unused := [name for name in unused if name not in ("model", "draw", "out", "overwrite", "lang")]:
         raise UsageError(f"--{unused[0].replace('_', '-')} needs a model, but {args.model} is a trace; leave it out")
     from ..head_analysis.head_report import draw_traced_heads
     from ..traces import load_trace

@@ -8,24 +8,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..output_paths import stage_folder
-from .arguments import add_json_argument, add_overwrite_argument, existing_mode, print_page, to_json
+from ..translation.language import choose_language, current_language
+from .arguments import (
+    add_json_argument,
+    add_language_argument,
+    add_overwrite_argument,
+    existing_mode,
+    print_page,
+    to_json,
+)
 from .command_parser import CommandParser
 
 if TYPE_CHECKING:
     from ..learn.entry import Entry, Result
 
-LANGUAGES = ("en", "zh")
-
 
 def main(argv: list[str]) -> int:
     """Run the entries of a document or topic, each printed as soon as it is computed."""
     args = _parser().parse_args(argv)
-    language = args.lang or language_of_locale()
+    language = current_language()
     from ..learn.catalogue import find_entries, load_documents
     from ..learn.entry_text import format_entry, format_list, format_overview
 
     if args.html is not None:
-        return _write_pages(args, language)
+        return _write_pages(args, choose_language(argv, os.environ))
     if args.list or args.what is None:
         documents = load_documents()
         if args.json:
@@ -42,12 +48,6 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def language_of_locale() -> str:
-    """The language of the terminal's locale: zh for Chinese locales, else en."""
-    names = (os.environ.get(name) for name in ("LC_ALL", "LC_MESSAGES", "LANG"))
-    return "zh" if next(filter(None, names), "").lower().startswith("zh") else "en"
-
-
 def _parser() -> CommandParser:
     parser = CommandParser(
         "learn",
@@ -60,7 +60,7 @@ def _parser() -> CommandParser:
         "what", nargs="?", metavar="TOPIC", help="a document 000 to 004, a topic, an entry (003-2.1) or a row (C1.4)"
     )
     parser.add_argument("--list", action="store_true", help="list every entry with its state; run nothing")
-    parser.add_argument("--lang", choices=LANGUAGES, help="language of the texts (default: the locale's)")
+    add_language_argument(parser)
     parser.add_argument("--html", metavar="DIR", help="write one page for each document, with figures")
     add_overwrite_argument(parser)
     add_json_argument(parser)

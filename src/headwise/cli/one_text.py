@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 VIEWS = ("weights", "norms", "rollout", "logits", "points")
 ONE_TEXT_OPTIONS = ("target", "show", "head", "over", "position", "token", "top", "compare_text", "compare_model")
-OPTIONS = ("model", "text", "tokenizer", "json", *ONE_TEXT_OPTIONS)
+OPTIONS = ("model", "text", "tokenizer", "lang", "json", *ONE_TEXT_OPTIONS)
 
 
 def add_one_text_arguments(parser: CommandParser) -> None:

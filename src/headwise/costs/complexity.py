@@ -7,7 +7,6 @@ at several lengths.
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -22,8 +21,10 @@ from ..errors import SpecError
 from ..nn.attention import Attention
 from ..presets import design
 from ..spec.attention_spec import AttentionSpec
+from ..translation.language import localise
+from ..translation.terminal_text import heading_cell, label_cell, paragraph
 from . import count_parameters
-from .cost_report import TERMINAL_WIDTH, format_count, format_seconds
+from .cost_report import format_count, format_seconds
 from .cost_vs_length import MAX_TOKENS, find_ranges, prefill_flops
 from .roofline import accelerator_type, time_run
 from .symbolic_int import SymbolicInt, formula
@@ -112,7 +113,7 @@ class ComplexityTable:
 
     def __str__(self) -> str:
         title = "One layer of width d = {model:,}, n = {tokens:,} tokens, k = {kernel:,}, r = {window:,}, h = {heads:,}"
-        lines = [*textwrap.wrap(title.format(**asdict(self.sizes)), TERMINAL_WIDTH), "", _format_row(*TABLE_HEADER)]
+        lines = [*paragraph(title.format(**asdict(self.sizes))), "", _format_row(*TABLE_HEADER)]
         for layer in self.layers:
             cells = [format_count(size) for size in (layer.parameters, layer.flops, layer.serial, layer.path)]
             crossover = "never" if layer.dearer is None else f"n={layer.dearer:,}"
@@ -124,8 +125,8 @@ class ComplexityTable:
             "the length from which self-attention costs more than this layer."
         )
         lines.append("")
-        for paragraph in (legend, *NOTES):
-            lines += textwrap.wrap(paragraph, TERMINAL_WIDTH)
+        for note in (legend, *NOTES):
+            lines += paragraph(note)
         return "\n".join(lines)
 
 
@@ -298,15 +299,15 @@ class ScalingMeasurement:
 
     def __str__(self) -> str:
         lines = [
-            f"Measured on this machine ({accelerator_type()}), one row, width {self.width}:",
-            f"time at {self.lengths[0]} tokens, and factor for each doubling of the length",
+            localise(f"Measured on this machine ({accelerator_type()}), one row, width {self.width}:"),
+            localise(f"time at {self.lengths[0]} tokens, and factor for each doubling of the length"),
             "",
-            f"{'':<20}" + "".join(f"{f'{length:,} tokens':>15}" for length in self.lengths),
+            f"{'':<20}" + "".join(heading_cell(f"{length:,} tokens", 15) for length in self.lengths),
         ]
         factors = self.growth_factors
         for name, seconds in self.layers.items():
             cells = [format_seconds(seconds[0]), *(f"x {factor:.1f}" for factor in factors[name])]
-            lines.append(f"{name:<20}" + "".join(f"{cell:>15}" for cell in cells))
+            lines.append(label_cell(name, 20) + "".join(f"{cell:>15}" for cell in cells))
         return "\n".join(lines)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 from ..errors import SpecError, suggest
 from ..model_spec import ModelSpec
 from ..spec.attention_spec import AttentionSpec
+from ..translation.language import localise
+from ..translation.terminal_text import TERMINAL_WIDTH, heading_cell, label_cell, paragraph
 from . import cache_bytes
 from .flops import (
     AttentionComponent,
@@ -293,7 +294,6 @@ def _cache_bytes_of(components: Iterable[AttentionComponent], workload: Workload
 
 # --- The report: estimates side by side ----------------------------------------------------------------
 
-TERMINAL_WIDTH = 80  # columns of a terminal
 NAME_WIDTH, COLUMN_WIDTH = 25, 11  # characters of a row's name, and of each spec's number
 CALL_LABELS = {
     "prefill": "prefill",
@@ -390,10 +390,10 @@ def _format_table(estimates: Sequence[CostEstimate]) -> list[str]:
     lines.append("")
     notes = [f"{estimate.name}: {note}" for estimate in estimates for note in _list_notes(estimate)]
     for note in notes:
-        lines += textwrap.wrap(note, TERMINAL_WIDTH)
+        lines += paragraph(note)
     if notes:
         lines.append("")
-    return lines + textwrap.wrap(FOOTNOTE, TERMINAL_WIDTH)
+    return lines + paragraph(FOOTNOTE)
 
 
 def _list_notes(estimate: CostEstimate) -> Iterator[str]:
@@ -410,10 +410,10 @@ def _format_header(estimates: Sequence[CostEstimate]) -> list[str]:
     tokens = f"{workload.context:,} tokens" + (f" and {workload.generate:,} generated" if workload.generate else "")
     header = f"{workload.batch:,} {rows} of {tokens}, {workload.dtype}, {Device.from_name(workload.device).description}"
     if all(isinstance(estimate.spec_or_model, AttentionSpec) for estimate in estimates):
-        return textwrap.wrap(f"one layer, {header}", TERMINAL_WIDTH)
-    lines = textwrap.wrap(header, TERMINAL_WIDTH)
+        return paragraph(f"one layer, {header}")
+    lines = paragraph(header)
     for estimate in estimates:
-        lines += textwrap.wrap(f"{estimate.name}: {_describe_estimate(estimate)}", TERMINAL_WIDTH)
+        lines += paragraph(f"{estimate.name}: {_describe_estimate(estimate)}")
     return lines
 
 
@@ -511,7 +511,7 @@ def _format_operations(estimates: Sequence[CostEstimate]) -> Iterator[str]:
         for phase, operations in estimate.operations.items():
             title = f"{estimate.name}: {CALL_LABELS[phase]}"
             yield ""
-            yield title.ljust(NAME_WIDTH) + "".join(header.rjust(COLUMN_WIDTH) for header in headers)
+            yield label_cell(title, NAME_WIDTH) + "".join(heading_cell(header, COLUMN_WIDTH) for header in headers)
             for operation in (*operations, estimate.total_operation(phase)):
                 label = "total" if operation.name == phase else operation.name
                 is_untimed = operation.name == phase and estimate.shortfall(phase) is not None
@@ -533,7 +533,7 @@ TERMS_LEGEND = (
 
 def _format_terms(estimates: Sequence[CostEstimate]) -> list[str]:
     """Lines with the legend, and every term of every breakdown."""
-    lines = textwrap.wrap(TERMS_LEGEND, TERMINAL_WIDTH)
+    lines = paragraph(TERMS_LEGEND)
     for estimate in estimates:
         breakdowns = {
             "parameters": estimate.parameters,
@@ -544,13 +544,13 @@ def _format_terms(estimates: Sequence[CostEstimate]) -> list[str]:
         for name, breakdown in breakdowns.items():
             if not breakdown.terms:
                 continue
-            lines += ["", f"{estimate.name}: {name}, {breakdown.total:,}"]
+            lines += ["", localise(f"{estimate.name}: {name}, {breakdown.total:,}")]
             for term in breakdown.terms:
-                lines += textwrap.wrap(
+                lines += paragraph(
                     f"{term.name} = {term.formula} = {term.value:,}",
                     TERMINAL_WIDTH - 2,
-                    initial_indent="  ",
-                    subsequent_indent="      ",
+                    indent="  ",
+                    hanging="      ",
                 )
     return lines
 
@@ -583,4 +583,4 @@ def format_seconds(seconds: float) -> str:
 
 
 def _format_row(name: str, cells: Sequence[str], width: int) -> str:
-    return (name.ljust(NAME_WIDTH) + "".join(cell.rjust(width) for cell in cells)).rstrip()
+    return (label_cell(name, NAME_WIDTH) + "".join(heading_cell(cell, width) for cell in cells)).rstrip()

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from ..errors import SpecError
 from ..masking.patterns import Pattern
+from ..translation.language import localise
+from ..translation.terminal_text import label_cell, paragraph
 from . import cache_bytes
 from .flops import AttentionComponent, SpecOrModel, list_components
 from .roofline import Device, ExecutionFormats, dtype_bytes, list_operations
@@ -203,12 +205,14 @@ class CrossoverReport:
     def __str__(self) -> str:
         workload, first = self.workload, self.crossovers[0].baseline
         rows = "row" if workload.batch == 1 else "rows"
-        lines = [f"Lengths at which each costs less than {first}"]
-        lines += [f"{workload.batch:,} {rows}, {workload.dtype}, {Device.from_name(workload.device).description}"]
+        lines = [localise(f"Lengths at which each costs less than {first}")]
+        lines += paragraph(
+            f"{workload.batch:,} {rows}, {workload.dtype}, {Device.from_name(workload.device).description}"
+        )
         for name in dict.fromkeys(crossover.name for crossover in self.crossovers):
             crossovers = [crossover for crossover in self.crossovers if crossover.name == name]
-            lines += ["", f"{name} (checked up to {crossovers[0].checked_up_to:,} tokens)"]
-            lines += [f"  {QUANTITY_LABELS[crossover.quantity]:<20}{crossover}" for crossover in crossovers]
+            lines += ["", localise(f"{name} (checked up to {crossovers[0].checked_up_to:,} tokens)")]
+            lines += [label_cell(f"  {QUANTITY_LABELS[one.quantity]}", 22) + localise(str(one)) for one in crossovers]
         return "\n".join(lines)
 
     @property

@@ -7,7 +7,6 @@ components are also timed.
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -19,7 +18,8 @@ from ..errors import SpecError
 from ..interfaces.core_types import CoreShape
 from ..model_spec import WeightSpec
 from ..spec.attention_spec import AttentionSpec
-from .cost_report import TERMINAL_WIDTH, format_seconds
+from ..translation.terminal_text import heading_cell, label_cell, paragraph
+from .cost_report import format_seconds
 from .kv_cache_memory import AttentionGroup
 from .roofline import (
     DEFAULT_FORMATS,
@@ -87,7 +87,7 @@ def _filled_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
 DEFAULT_ROWS = 16  # rows of the second line, if the workload has one row
 MAX_TIMED_NUMBERS = 2**29  # bytes; larger components are not timed
 MAX_TIMED_SECONDS = 0.5  # estimated; slower components are not timed
-WRAP_INDENT: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "    "}
+WRAP_INDENT: dict[str, Any] = {"indent": "  ", "hanging": "    "}
 COMPONENT_COLOURS = {"projections": "red", "core": "purple", "output": "blue"}
 
 
@@ -224,13 +224,13 @@ class IntensityReport:
         device, formats = layer.device, layer.formats
         is_measured = device.name == THIS_MACHINE
         title = f"decode step of N rows of {layer.context:,} tokens, {formats.compute}, {device.description}"
-        lines = [*textwrap.wrap(title, TERMINAL_WIDTH), ""]
+        lines = [*paragraph(title), ""]
         headers = ("N", "FLOPs/byte", "bound by", "least time", "measured" if is_measured else "")
         lines.append(_format_component_row("", *headers))
         for name, layer in self.layers.items():
             lines += [name, *_component_rows(self.components[name], is_measured)]
             limits = f"compute-bound from N: {_compute_bound_limits(layer)}"
-            lines += textwrap.wrap(limits, TERMINAL_WIDTH, **WRAP_INDENT)
+            lines += paragraph(limits, **WRAP_INDENT)
         weights_only = device.compute_bound_tokens(formats.compute, formats.weights)
         notes = f"A product with weights is compute-bound from N = {weights_only:,.1f} if only weights are moved. "
         if is_measured:
@@ -239,7 +239,7 @@ class IntensityReport:
                 "processor's cache between runs is read faster than memory. - means too large to measure, or more "
                 "than two products."
             )
-        return "\n".join([*lines, "", *textwrap.wrap(notes, TERMINAL_WIDTH)])
+        return "\n".join([*lines, "", *paragraph(notes.strip())])
 
     @property
     def data(self) -> list[dict[str, Any]]:
@@ -281,4 +281,4 @@ def _compute_bound_limits(layer: DecodeLayer) -> str:
 
 def _format_component_row(*cells: str) -> str:
     name, *values = cells
-    return (name.ljust(24) + "".join(value.rjust(11) for value in values)).rstrip()
+    return (label_cell(name, 24) + "".join(heading_cell(value, 11) for value in values)).rstrip()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..errors import SpecError
 from ..nn.attention import Attention
 from ..presets import design
+from ..translation.terminal_text import heading_cell, label_cell, paragraph
 
 MAX_REACH_TOKENS = 512  # a convolution stacks up to half as many layers
 DISTANCES = (1, 8, 32)
@@ -62,13 +63,15 @@ class LayerReachTable:
     def __str__(self) -> str:
         names = [layer.name for layer in self.layers]
         lines = [
-            f"Reach of random layers, differentiated in float64: {self.tokens} tokens, width {WIDTH},",
-            f"convolution of {KERNEL} tokens",
+            *paragraph(
+                f"Reach of random layers, differentiated in float64: {self.tokens} tokens, width {WIDTH}, "
+                f"convolution of {KERNEL} tokens"
+            ),
             "",
-            f"{'':<32}" + "".join(f"{name:>12}" for name in names),
+            f"{'':<32}" + "".join(heading_cell(name, 12) for name in names),
         ]
         for title, cells in self._rows():
-            lines.append(f"{title:<32}" + "".join(f"{cell:>12}" for cell in cells))
+            lines.append(label_cell(title, 32) + "".join(heading_cell(cell, 12) for cell in cells))
         return "\n".join(lines)
 
     def _rows(self) -> list[tuple[str, list[str]]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .cost_report import TERMINAL_WIDTH, format_seconds
+from ..translation.language import localise
+from ..translation.terminal_text import heading_cell, label_cell, paragraph
+from .cost_report import format_seconds
 from .parallelism import ParallelCost, StepCost
 from .roofline import format_gigabytes
 from .serving_capacity import pluralise
@@ -54,11 +55,11 @@ class ParallelReport:
         cost, plan = self.cost, self.cost.plan
         division = f"tensor {plan.tensor}, pipeline {plan.pipeline}, experts {plan.experts}, replicas {plan.replicas}"
         title = f"{self.name} on {plan.devices:,} x {cost.device.description}: {division}"
-        yield from textwrap.wrap(title, TERMINAL_WIDTH)
+        yield from paragraph(title)
         rows, length = cost.requests.num_requests, cost.requests.counts_by_length[0][0]
-        yield f"{pluralise(rows, 'row')} of {length:,} tokens, {cost.rows_per_replica:,} in each replica"
+        yield localise(f"{pluralise(rows, 'row')} of {length:,} tokens, {cost.rows_per_replica:,} in each replica")
         yield ""
-        yield "on one device of the largest stage"
+        yield localise("on one device of the largest stage")
         yield _line("weights", format_gigabytes(cost.weight_bytes_per_device))
         yield _line("KV cache", format_gigabytes(cost.cache_bytes_per_device))
         yield _line("weights and cache", format_gigabytes(cost.memory_per_device))
@@ -67,7 +68,7 @@ class ParallelReport:
         if not cost.fits:
             missing = format_gigabytes(cost.memory_per_device - int(cost.device.memory))
             fact = f"A device lacks {missing}, so no time of a step is estimated. Divide the model among more devices."
-            yield from textwrap.wrap(fact, TERMINAL_WIDTH)
+            yield from paragraph(fact)
             return
         step_rows = pluralise(cost.rows_per_micro_batch, "row")
         yield from _step_lines(f"decode step of {step_rows}, all stages", cost.decode_step)
@@ -75,22 +76,20 @@ class ParallelReport:
         yield ""
         yield from _step_lines(f"prefill of a prompt of {self.prompt:,} tokens", cost.prefill_step(self.prompt))
         yield ""
-        yield from textwrap.wrap(NOTE, TERMINAL_WIDTH)
+        yield from paragraph(NOTE)
 
 
 def _step_lines(title: str, step: StepCost) -> Iterator[str]:
-    yield title
+    yield localise(title)
     yield _line("computing", format_seconds(sum(step.compute_seconds)))
     yield _line("communicating", format_seconds(sum(step.communication_seconds)))
     yield _line("least time", format_seconds(step.seconds))
     for number, stage in enumerate(step.communication):
         if stage:
-            yield f"  a device of stage {number} sends, bytes"
+            yield localise(f"  a device of stage {number} sends, bytes")
         for exchange in stage:
-            yield f"    {exchange.name:<42}{exchange.sent:>22,}"
-            yield from textwrap.wrap(
-                exchange.formula, TERMINAL_WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 8
-            )
+            yield label_cell(f"    {exchange.name}", 46) + f"{exchange.sent:>22,}"
+            yield from paragraph(exchange.formula, indent=" " * 6, hanging=" " * 8)
 
 
 def _step_data(step: StepCost) -> dict[str, Any]:
@@ -103,4 +102,4 @@ def _step_data(step: StepCost) -> dict[str, Any]:
 
 
 def _line(name: str, value: str) -> str:
-    return f"  {name:<44}{value:>22}"
+    return label_cell(f"  {name}", 46) + heading_cell(value, 22)

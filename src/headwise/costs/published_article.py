@@ -6,7 +6,6 @@ decoder-only models, with GPT-3 and LLaMA-65B as examples.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +13,8 @@ from typing import Any, NamedTuple
 from ..errors import SpecError, suggest
 from ..families import read_model_spec
 from ..model_spec import ModelSpec
-from .cost_report import TERMINAL_WIDTH, estimate_cost
+from ..translation.terminal_text import heading_cell, label_cell, paragraph
+from .cost_report import estimate_cost
 from .roofline import Device
 from .training_memory import ActivationSettings, OptimiserMemory, activation_memory, recompute_flops
 from .workload import Workload
@@ -204,16 +204,16 @@ class ArticleTable:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield from textwrap.wrap(self.source, TERMINAL_WIDTH)
+        yield from paragraph(self.source)
         previous = ""
         for row in self.rows:
             if row.model != previous:
                 yield ""
-                yield f"{row.model:<38}{'article':>21}{'headwise':>21}"
+                yield f"{row.model:<38}" + heading_cell("article", 21) + heading_cell("headwise", 21)
             previous = row.model
-            yield f"{row.quantity:<38}{_format_number(row.article):>21}{_format_number(row.headwise):>21}"
+            yield label_cell(row.quantity, 38) + f"{_format_number(row.article):>21}{_format_number(row.headwise):>21}"
             text = f"{row.formula}: {row.explanation}"
-            yield from textwrap.wrap(text, TERMINAL_WIDTH, initial_indent="    ", subsequent_indent="    ")
+            yield from paragraph(text, indent="    ", hanging="    ")
 
 
 def _format_number(number: float) -> str:

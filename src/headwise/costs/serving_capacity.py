@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -15,6 +14,8 @@ from typing import Any, NamedTuple
 from ..errors import SpecError, suggest
 from ..masking.patterns import Causal, Window
 from ..spec.attention_spec import AttentionSpec
+from ..translation.language import localise
+from ..translation.terminal_text import label_cell, paragraph
 from .flops import CostTerm
 from .kv_cache_memory import (
     ALLOCATION_POLICIES,
@@ -245,18 +246,18 @@ class MemoryFit:
         demand = self.demand
         device, num_devices = demand.serving.device, demand.num_devices
         description = device.description if num_devices == 1 else f"{num_devices:,} x {device.description}"
-        lines = textwrap.wrap(f"{'fits' if self.fits else 'does not fit'} on {description}", VERDICT_WIDTH)
+        lines = paragraph(f"{'fits' if self.fits else 'does not fit'} on {description}", VERDICT_WIDTH)
         for term in demand.terms:
-            lines += [f"  {term.name:<34}{format_gigabytes(term.value):>16}", f"    {term.formula}"]
+            lines += [label_cell(f"  {term.name}", 36) + f"{format_gigabytes(term.value):>16}", f"    {term.formula}"]
         label = "needed per device, at least" if num_devices > 1 else "needed, at least"
         lines.append(_memory_line(label, demand.bytes_per_device))
         lines.append(_memory_line("memory", int(device.memory)))
         if self.remedies:
-            lines += ["", "each of these changes alone is enough:"]
+            lines += ["", localise("each of these changes alone is enough:")]
             for name, changed in self.remedies:
-                lines.append(f"  {name:<52}{format_gigabytes(changed.bytes_per_device):>16}")
+                lines.append(label_cell(f"  {name}", 54) + f"{format_gigabytes(changed.bytes_per_device):>16}")
         elif not self.fits:
-            lines += ["", "no single change is enough"]
+            lines += ["", localise("no single change is enough")]
         return "\n".join(lines)
 
     @property
@@ -272,7 +273,7 @@ class MemoryFit:
 
 
 def _memory_line(name: str, count: int) -> str:
-    return f"{name:<36}{format_gigabytes(count):>16}{f'{count / 2**30:,.2f} GiB':>16}"
+    return label_cell(name, 36) + f"{format_gigabytes(count):>16}{f'{count / 2**30:,.2f} GiB':>16}"
 
 
 def check_memory_fit(demand: MemoryDemand) -> MemoryFit:

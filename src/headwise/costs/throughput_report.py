@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from .cost_report import TERMINAL_WIDTH, format_count, format_seconds
+from ..translation.language import localise
+from ..translation.terminal_text import heading_cell, label_cell, pad, paragraph, text_width
+from .cost_report import format_count, format_seconds
 from .kv_cache_memory import RequestBatch
 from .roofline import MemoryShortfall
 from .serving_capacity import MemoryDemand, max_context, max_requests, min_devices, pluralise
@@ -93,7 +94,7 @@ class ThroughputReport:
             lengths = f"{min(requests.counts_by_length)[0]:,} to {lengths}"
         title = f"{self.name}: {pluralise(requests.num_requests, 'row')} of {lengths} tokens"
         formats = f"{serving.formats.compute}, {serving.formats.cache} cache ({serving.allocator})"
-        yield from _wrap(f"{title}, {formats}, {serving.device.description}")
+        yield from paragraph(f"{title}, {formats}, {serving.device.description}")
         yield ""
         if not self.demand.fits:
             yield from self._shortfall_lines()
@@ -101,7 +102,7 @@ class ThroughputReport:
         yield _operation_line("decode step", "FLOPs", "bytes", "FLOPs/byte", "bound by", "min time")
         yield from _step_lines(self.decode_step)
         yield ""
-        yield f"decode step with the last chunk of a prompt of {self.prompt:,} tokens"
+        yield localise(f"decode step with the last chunk of a prompt of {self.prompt:,} tokens")
         yield from _step_lines(self.mixed_step)
         seconds = self.decode_step.seconds
         yield ""
@@ -110,7 +111,7 @@ class ThroughputReport:
         yield _value_line("tokens per second, all rows together", f"{requests.num_requests / seconds:,.0f}")
         yield from self._limit_lines()
         yield ""
-        yield "rows".rjust(10) + "step".rjust(14) + "tokens per second".rjust(20)
+        yield heading_cell("rows", 10) + heading_cell("step", 14) + heading_cell("tokens per second", 20)
         for rate in self.decode_rates:
             yield f"{rate.rows:,}".rjust(10) + format_seconds(rate.seconds).rjust(14) + f"{rate.tokens:,.0f}".rjust(20)
 
@@ -118,11 +119,13 @@ class ThroughputReport:
         """Lines of a device that cannot hold the requests: no times, but how much is missing."""
         demand, count = self.demand, min_devices(self.demand)
         shortfall = MemoryShortfall("step", "these rows", demand.bytes_per_device, demand.serving.device)
-        yield from _wrap(str(shortfall))
+        yield from paragraph(str(shortfall))
         if count and count != shortfall.min_devices:
-            yield from _wrap(f"{count:,} devices hold them if each divides weights and cache and has all activations.")
+            yield from paragraph(
+                f"{count:,} devices hold them if each divides weights and cache and has all activations."
+            )
         if demand.with_uniform_requests(1, 1).fits:
-            yield from _wrap("--memory-fit lists changes that would make them fit.")
+            yield from paragraph("--memory-fit lists changes that would make them fit.")
 
     def _limit_lines(self) -> Iterator[str]:
         demand, serving, num_rows = self.demand, self.demand.serving, self.demand.requests.num_requests
@@ -185,17 +188,14 @@ def _step_lines(step: ServingStep) -> Iterator[str]:
 
 def _operation_line(name: str, *cells: str) -> str:
     widths = (10, 10, 11, 10, 9)
-    numbers = "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-    return f"{name:<30}{numbers}" if len(name) <= 30 else f"{name}\n{'':<30}{numbers}"
+    numbers = "".join(heading_cell(cell, width) for cell, width in zip(cells, widths, strict=True))
+    name = localise(name)
+    return pad(name, 30) + numbers if text_width(name) <= 30 else f"{name}\n{'':<30}{numbers}"
 
 
 def _value_line(name: str, value: str) -> str:
-    return f"{name:<46}{value:>22}"
+    return label_cell(name, 46) + heading_cell(value, 22)
 
 
 def _format_limit(count: int | None) -> str:
     return "any number" if count is None else f"{count:,}"
-
-
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, TERMINAL_WIDTH)

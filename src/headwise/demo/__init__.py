@@ -10,7 +10,6 @@ With --train: this module makes the pages about one layer, and `soft_lookup` int
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,6 +24,8 @@ from ..nn.attention import Attention
 from ..nn.op_trace import walk
 from ..presets import from_toml
 from ..spec.attention_spec import AttentionSpec
+from ..translation.language import localise
+from ..translation.terminal_text import label_cell, paragraph, rule, wrap
 from . import soft_lookup
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ pattern = "window(5) | first(2)"
 heads = {q = 8, kv = 2, dim = 64}
 modifiers = [{part = "Rotary"}, {part = "HeadGate"}]"""
 TOKENS = 16
-TERMINAL_WIDTH = 80
 
 
 class CacheProof(NamedTuple):
@@ -84,7 +84,7 @@ def check_cached_decode(dtype: torch.dtype, tokens: int = 40) -> CacheProof:
 
 def format_spec() -> str:
     """Format the spec as TOML and as Python."""
-    return "\n".join([SPEC_TOML, "", *textwrap.wrap(repr(demo_spec()), TERMINAL_WIDTH, subsequent_indent="    ")])
+    return "\n".join([SPEC_TOML, "", *wrap(repr(demo_spec()), hanging="    ")])
 
 
 def format_costs() -> str:
@@ -94,24 +94,26 @@ def format_costs() -> str:
     work = costs.self_attention_work(spec, batch=1, queries=tokens)
     lines = [
         f"{name:<18}{param.layout!s:<18}{' x '.join(map(str, shapes[name])):<12}"
-        + ("" if param.trainable else "  constant")
+        + ("" if param.trainable else f"  {localise('constant')}")
         for name, param in spec.params().items()
     ]
     dims = f"({len(core.key_head_of_query)} x {core.dim} + {len(core.value_head_of_row)} x {core.vdim})"
     entry = " + ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in spec.kv_entry_shapes().items())
     numbers, slots = costs.cached_numbers_per_token(spec), num_cache_slots(spec)
-    core_flops = core.flops(work.pairs)
+    rows = [
+        ("parameters", costs.count_parameters(spec), "sum of the above without constants"),
+        ("flops, core", core.flops(work.pairs), f"2 x {work.pairs} pairs x {dims}"),
+        ("flops, required", costs.required_flops(spec, work), f"core + 2 x parameters x {tokens} tokens"),
+        ("flops, counted", costs.counted_flops(spec, work), f"with all {tokens} x {tokens} pairs"),
+        ("cache", 4 * numbers, f"bytes a token, float32: 4 x ({entry})"),
+        ("cache, at most", 4 * numbers * slots, f"bytes per sequence: the pattern keeps {slots} tokens"),
+        ("cache, as MHA", 8 * heads.q * heads.dim, "bytes per token, if every head had keys and values"),
+    ]
     return "\n".join(
         [
             *(line.rstrip() for line in lines),
             "",
-            f"parameters      {costs.count_parameters(spec):>12,}  sum of the above without constants",
-            f"flops, core     {core_flops:>12,}  2 x {work.pairs} pairs x {dims}",
-            f"flops, required {costs.required_flops(spec, work):>12,}  core + 2 x parameters x {tokens} tokens",
-            f"flops, counted  {costs.counted_flops(spec, work):>12,}  with all {tokens} x {tokens} pairs",
-            f"cache           {4 * numbers:>12,}  bytes a token, float32: 4 x ({entry})",
-            f"cache, at most  {4 * numbers * slots:>12,}  bytes per sequence: the pattern keeps {slots} tokens",
-            f"cache, as MHA   {8 * heads.q * heads.dim:>12,}  bytes per token, if every head had keys and values",
+            *(f"{label_cell(name, 16)}{number:>12,}  {localise(text)}" for name, number, text in rows),
         ]
     )
 
@@ -119,15 +121,15 @@ def format_costs() -> str:
 def format_cache_checks() -> str:
     """Format the comparison of cached decoding and one full pass, in two precisions."""
     rows = [
-        f"{check.dtype:<9}{check.largest:.1e} of {check.of:.2f}   {check.tokens} tokens in {check.slots} slots"
+        f"{check.dtype:<9}"
+        + localise(f"{check.largest:.1e} of {check.of:.2f}   {check.tokens} tokens in {check.slots} slots")
         for check in (check_cached_decode(torch.float32), check_cached_decode(torch.float64))
     ]
-    heading = [
-        "Decoding token by token with a KV cache, compared with one full forward pass:",
-        "largest difference of the outputs.",
-        "",
-    ]
-    return "\n".join([*heading, *rows])
+    title = paragraph(
+        "Decoding token by token with a KV cache, compared with one full forward pass: largest difference of the "
+        "outputs."
+    )
+    return "\n".join([*title, "", *rows])
 
 
 def list_pages(training_demo: TrainingDemo | None = None) -> Iterator[tuple[str, Callable[[], str]]]:
@@ -166,11 +168,11 @@ def run_demo(
     """Show every page as soon as it is computed; with `out`, train the translator there and write a report."""
     training_demo, pages = _make_training_demo(out, recipe), list[tuple[str, str]]()
     for number, (name, make) in enumerate(list_pages(training_demo), 1):
-        title(f"{f'── {number}  {name} ':─<{TERMINAL_WIDTH}}")
+        title(rule(f"── {number}  {localise(name)} "))
         pages.append((name, make()))
         show(pages[-1][1] + "\n")
     if training_demo is not None:
-        show(f"Report with all pages: {training_demo.report(pages)}")
+        show(localise(f"Report with all pages: {training_demo.report(pages)}"))
 
 
 def demo_data(out: Path | None = None, recipe: Recipe | None = None) -> dict[str, Any]:

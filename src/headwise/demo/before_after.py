@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,12 +9,13 @@ from typing import Any, NamedTuple
 from ..escaping import escape_html
 from ..files import write_atomically
 from ..surgery.verification.proof_report import format_bytes
+from ..translation.language import current_language, localise
+from ..translation.terminal_text import heading_cell, label_cell, paragraph
 
 # --- Comparison ----------------------------------------------------------------------------------------
 
 
 SIGNIFICANT_CHANGE = 0.01  # acceptable loss of exact match
-WIDTH = 80
 COLUMN_WIDTHS = (28, 16, 16, 16)
 
 
@@ -76,20 +76,20 @@ def format_comparison(data: Mapping[str, Any]) -> str:
     proof = data["proof"]
     rows = [ComparisonRow("", "before", "compressed", "retrained"), *comparison_rows(data)]
     table = [
-        "".join([row.name.ljust(COLUMN_WIDTHS[0]), *map(str.rjust, row[1:], COLUMN_WIDTHS[1:])]).rstrip()
+        "".join([label_cell(row.name, COLUMN_WIDTHS[0]), *map(heading_cell, row[1:], COLUMN_WIDTHS[1:])]).rstrip()
         for row in rows
     ]
     sentences = [f"{line}." for line in (data["proof"]["what"],)]
     heads_drawing = [*draw_heads(data), ""] if data.get("keep") else []
     return "\n".join(
         [
-            *_wrap(sentences[0]),
+            *paragraph(sentences[0]),
             "",
             *heads_drawing,
             *table,
             "",
-            *_wrap(change_verdict(data)),
-            *_wrap(_speed_sentences(data, proof)),
+            *paragraph(change_verdict(data)),
+            *paragraph(_speed_sentences(data, proof)),
         ]
     )
 
@@ -125,10 +125,6 @@ def _format_percentage_points(share: float) -> str:
     return f"{100 * share + 0.0:.1f}".replace("-0.0", "0.0")
 
 
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH)
-
-
 # --- HTML page -----------------------------------------------------------------------------------------
 
 REPORT_FILE = "report.html"
@@ -142,7 +138,7 @@ th:first-child, td:first-child { text-align: left } tr + tr { border-top: 1px so
 
 HTML_HEAD = f"""\
 <!doctype html>
-<html lang="en">
+<html lang="LANGUAGE">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>headwise demo</title>
 <style>
 {CSS}
@@ -160,8 +156,9 @@ def render_report(pages: Sequence[tuple[str, str]], changes: Mapping[str, Mappin
     parts = list[str]()
     for title, text in pages:
         body = _render_change(changes[title]) if title in changes else _render_text(text)
-        parts += ["<section>", f"<h2>{escape_html(title)}</h2>", body, "</section>"]
-    return "\n".join([HTML_HEAD, "<h1>headwise demo</h1>", *parts, "</body>", "</html>", ""])
+        parts += ["<section>", f"<h2>{escape_html(localise(title))}</h2>", body, "</section>"]
+    head = HTML_HEAD.replace("LANGUAGE", current_language())
+    return "\n".join([head, "<h1>headwise demo</h1>", *parts, "</body>", "</html>", ""])
 
 
 def write_report(folder: Path, pages: Sequence[tuple[str, str]], changes: Mapping[str, Mapping[str, Any]]) -> Path:
@@ -177,18 +174,19 @@ def _render_text(text: str) -> str:
 
 def _render_change(data: Mapping[str, Any]) -> str:
     """Render the summary, the kept heads, exact match as bars, all numbers as a table, the verdict, and the loss."""
-    parts = [f"<p>{escape_html(data['proof']['what'])}.</p>"]
+    parts = [f"<p>{escape_html(localise(data['proof']['what'] + '.'))}</p>"]
     if data.get("keep"):
         parts.append(_render_text("\n".join(draw_heads(data))))
     score = exact_match_rows(data)
     bars = {"before": score["before"], "compressed": data["cut"]["after"], "retrained": score["after"]}
     parts += ['<div class="bars">', *(_render_bar(name, one) for name, one in bars.items()), "</div>"]
-    head = "".join(f"<th>{name}</th>" for name in ("", *bars))
-    rows = ["".join(f"<td>{escape_html(cell)}</td>" for cell in one) for one in comparison_rows(data)]
+    head = "".join(f"<th>{localise(name)}</th>" for name in ("", *bars))
+    rows = ["".join(f"<td>{escape_html(localise(cell))}</td>" for cell in one) for one in comparison_rows(data)]
     parts += ["<table>", *(f"<tr>{row}</tr>" for row in (head, *rows)), "</table>"]
     curve = [(point["step"], point["held_out"]) for point in data["curve"] if point["held_out"] is not None]
-    parts += [f"<p>{escape_html(change_verdict(data))}</p>", _render_loss_curve(curve)]
-    return "\n".join([*parts, f"<p>The proof is in {escape_html(data['folder'])}/PROOF.md.</p>"])
+    parts += [f"<p>{escape_html(localise(change_verdict(data)))}</p>", _render_loss_curve(curve)]
+    place = localise(f"The proof is in {data['folder']}/PROOF.md.")
+    return "\n".join([*parts, f"<p>{escape_html(place)}</p>"])
 
 
 def _render_bar(name: str, score: Mapping[str, float]) -> str:
@@ -200,7 +198,7 @@ def _render_bar(name: str, score: Mapping[str, float]) -> str:
         f'fill="#5b4b8a"/><path d="M{low:.1f} 8H{high:.1f}" stroke="#e0a030" stroke-width="3"/>'
     )
     label = f'<text x="{BAR_WIDTH + 8}" y="13" font-size="13">{score["value"]:.1%}</text>'
-    return f'<span>{escape_html(name)}</span><svg width="{BAR_WIDTH + 70}" height="16">{drawing}{label}</svg>'
+    return f'<span>{escape_html(localise(name))}</span><svg width="{BAR_WIDTH + 70}" height="16">{drawing}{label}</svg>'
 
 
 def _render_loss_curve(points: Sequence[tuple[int, float]]) -> str:
@@ -212,9 +210,9 @@ def _render_loss_curve(points: Sequence[tuple[int, float]]) -> str:
     labels = (
         f'<text x="36" y="16" font-size="11" text-anchor="end">{max_loss:.2f}</text>'
         f'<text x="36" y="112" font-size="11" text-anchor="end">0</text>'
-        f'<text x="360" y="126" font-size="11" text-anchor="end">step {last_step:,}</text>'
+        f'<text x="360" y="126" font-size="11" text-anchor="end">{localise(f"step {last_step:,}")}</text>'
     )
     axes = '<path d="M40 10V110H360" fill="none" stroke="#999"/>'
     line = f'<polyline points="{coordinates}" fill="none" stroke="#5b4b8a" stroke-width="2"/>'
-    caption = "<p>Held-out loss during retraining:</p>"
+    caption = f"<p>{localise('Held-out loss during retraining:')}</p>"
     return f'{caption}<svg width="380" height="132">{axes}{line}{labels}</svg>'

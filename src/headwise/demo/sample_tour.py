@@ -19,16 +19,17 @@ from ..head_analysis.head_figures import CLASS_STYLES, class_group
 from ..head_analysis.head_table import HeadMeasures, HeadTable, Measure
 from ..output_paths import check_output, stage_folder
 from ..traces import Trace
+from ..translation.language import localise
+from ..translation.terminal_text import label_cell, paragraph, rule, wrap
 from ..viewer.bundled_sample import MODEL, SOURCE, load_sample_model, load_sample_table, load_sample_trace
 from . import before_after, sample_report
-from .terminal_heat_map import draw_heat_map, terminal_width
+from .terminal_heat_map import draw_heat_map
 
 if TYPE_CHECKING:
     from ..data.date_translation import DateTranslation
     from ..head_analysis.importance_result import ImportanceResult
     from ..models import Transformer
 
-WIDTH = 80
 DIGITS = 8  # of the task that the sample was trained on
 PROBES = (SOURCE, "<iso>20 November 2026", "<en>二〇二六年十一月二十日", "<en>USD 1204.50")
 SHOWN_CLASSES = ("alignment", "previous", "sink")
@@ -124,11 +125,11 @@ def run_sample_tour(
         check_output_folder(folder / PRUNED_NAME)
         report = folder / before_after.REPORT_FILE
         for number, (name, make) in enumerate(list_tour_pages(tour, scale), 1):
-            title(f"{f'── {number}  {name} ':─<{WIDTH}}")
+            title(rule(f"── {number}  {localise(name)} "))
             show(make() + "\n")
             sample_report.write_tour_report(tour, report)
             if number == 1:
-                show(f"The report grows with every page: {report}\n")
+                show(localise(f"The report grows with every page: {report}") + "\n")
     show(format_ending(tour, report))
     return tour
 
@@ -145,13 +146,13 @@ def format_ending(tour: Tour, report: Path) -> str:
     """The last lines: time, report, and what to do next."""
     return "\n".join(
         [
-            f"Done in {time.monotonic() - tour.started:.0f} s. Report with pictures: {report}",
+            localise(f"Done in {time.monotonic() - tour.started:.0f} s. Report with pictures: {report}"),
             "",
-            "Next:",
-            "  headwise view              this translator, live in the browser",
+            localise("Next:"),
+            f"  headwise view              {localise('this translator, live in the browser')}",
             f"  headwise view {tour.folder / PRUNED_NAME}",
-            "                             the pruned translator",
-            "  headwise demo --train      train such a model, then compress it",
+            f"                             {localise('the pruned translator')}",
+            f"  headwise demo --train      {localise('train such a model, then compress it')}",
         ]
     )
 
@@ -199,12 +200,14 @@ def describe_sample(tour: Tour) -> str:
     best = tour.views[0]
     return "\n".join(
         [
-            f"A small trained translator of dates and amounts: {tour.num_heads} attention heads in "
-            f"{len(tour.trace.layers)} layers.",
-            f"  it reads   {SOURCE}",
-            f"  it writes  {tour.translation}",
+            *paragraph(
+                f"A small trained translator of dates and amounts: {tour.num_heads} attention heads in "
+                f"{len(tour.trace.layers)} layers."
+            ),
+            f"{label_cell('  it reads', 13)}{SOURCE}",
+            f"{label_cell('  it writes', 13)}{tour.translation}",
             "",
-            *_wrap(f"Where {best.name} looks in the source (columns) while it reads the output (rows):"),
+            *paragraph(f"Where {best.name} looks in the source (columns) while it reads the output (rows):"),
             "",
             draw_heat_map(best.queries, best.keys, best.weights),
         ]
@@ -220,26 +223,16 @@ def describe_classes(tour: Tour) -> str:
         for site in sites
     ]
     counts = Counter(class_group(head.classes[0].name) for head in tour.table.heads if head.classes)
-    legend = ", ".join(f"{CLASS_STYLES[name][0]} {name} {count}" for name, count in counts.most_common())
-    lines = [f"The strongest class of each head, over {tour.table.texts}:", *_wrap(legend), "", *rows, ""]
+    legend = ", ".join(f"{CLASS_STYLES[name][0]} {localise(name)} {count}" for name, count in counts.most_common())
+    title = paragraph(f"The strongest class of each head, over {tour.table.texts}:")
+    lines = [*title, *wrap(legend), "", *rows, ""]
     for view in tour.views:
-        lines += _wrap(f"{view.name}, {view.class_name}: {view.evidence}.")
+        lines += wrap(f"{localise(view.name)}, {localise(view.class_name)}: {localise(view.evidence)}.")
     return "\n".join(lines)
 
 
 def _class_letter(head: HeadMeasures) -> str:
     return CLASS_STYLES[class_group(head.classes[0].name)][0] if head.classes else "·"
-
-
-def _wrap(text: str) -> list[str]:
-    """Wrap a text to the terminal by its width in columns."""
-    lines = [""]
-    for word in text.split(" "):
-        if terminal_width(f"{lines[-1]} {word}") > WIDTH:
-            lines.append(word)
-        else:
-            lines[-1] = f"{lines[-1]} {word}" if lines[-1] else word
-    return lines
 
 
 # --- Page 3: one head ablated -------------------------------------------------------------------------------
@@ -275,13 +268,18 @@ def ablate_one_head(tour: Tour, scale: TourScale) -> str:
 
 
 def _format_ablation(ablation: AblationResult, result: ImportanceResult) -> str:
-    lines = _wrap(
+    lines = paragraph(
         f"Each of the {len(result.heads)} heads was ablated alone, over {ablation.texts} held-out texts. Without "
         f"{ablation.site} head {ablation.head} the loss rises by {ablation.value:.3g} (95% interval "
         f"{ablation.low:.3g} to {ablation.high:.3g}), the most of all. Its effect on translations:"
     )
     for source, before, after in ablation.outputs:
-        lines += ["", f"  {source}", f"    with it     {before}", f"    without it  {after}"]
+        lines += [
+            "",
+            f"  {source}",
+            f"{label_cell('    with it', 16)}{before}",
+            f"{label_cell('    without it', 16)}{after}",
+        ]
     return "\n".join(lines)
 
 

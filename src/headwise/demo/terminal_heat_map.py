@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Collection, Sequence
+
+from ..translation.terminal_text import pad, text_width
 
 WEIGHT_SHADES = " ·░▒▓█"  # weight 0 .. 1
 
@@ -22,32 +23,19 @@ def draw_heat_map(
     y  ▒ ▒
     """
     keys, queries = list(map(_visible_token, keys)), list(map(_visible_token, queries))
-    side = max(map(terminal_width, queries)) + 1
-    columns = [max(terminal_width(token), 1) + 1 for token in keys]
-    lines = [" " * side + "".join(_pad_to_width(t, w) for t, w in zip(keys, columns, strict=True))]
+    side = max(map(text_width, queries)) + 1
+    columns = [max(text_width(token), 1) + 1 for token in keys]
+    lines = [" " * side + "".join(pad(t, w) for t, w in zip(keys, columns, strict=True))]
     for row, (token, row_weights) in enumerate(zip(queries, weights, strict=True)):
         cells = [_shade_cell(w, (column, row) in marked_links) for column, w in enumerate(row_weights)]
-        row_text = "".join(_pad_to_width(cell, w) for cell, w in zip(cells, columns, strict=True))
-        lines.append(_pad_to_width(token, side) + row_text)
+        row_text = "".join(pad(cell, w) for cell, w in zip(cells, columns, strict=True))
+        lines.append(pad(token, side) + row_text)
     return "\n".join(line.rstrip() for line in lines)
-
-
-def terminal_width(text: str) -> int:
-    """Width in terminal columns: Chinese characters take two.
-
-    >>> terminal_width("a二")
-    3
-    """
-    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
 
 
 def _shade_cell(weight: float, linked: bool) -> str:
     shade = WEIGHT_SHADES[min(round(weight * (len(WEIGHT_SHADES) - 1) + 0.3), len(WEIGHT_SHADES) - 1)]
     return f"[{shade}" if linked else f" {shade}"
-
-
-def _pad_to_width(text: str, width: int) -> str:
-    return text + " " * (width - terminal_width(text))
 
 
 def _visible_token(token: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +34,8 @@ from ..surgery.verification.efficiency import TimingOptions
 from ..surgery.verification.proof import PROOF_JSON, ProofOptions, prove, write_proof
 from ..surgery.verification.quality_metrics import compare_task_scores
 from ..training import ConsoleLogger, Recipe, TrainingResult, train
+from ..translation.language import localise
+from ..translation.terminal_text import cut, paragraph
 from . import before_after
 from .terminal_heat_map import draw_heat_map
 
@@ -114,7 +115,7 @@ class Translator:
             f"{count:,} parameters, {result.steps:,} steps in {result.seconds:.0f} s, {result.precision}: {quality}.",
             f"The model is in {self.folder}, its training curve in metrics.jsonl.",
         ]
-        return "\n".join(line for paragraph in lines for line in textwrap.wrap(paragraph, TERMINAL_WIDTH))
+        return "\n".join(line for text in lines for line in paragraph(text))
 
     def examples_page(self) -> str:
         """Format one held-out example per direction."""
@@ -220,21 +221,22 @@ def format_examples(examples: Sequence[TranslationExample]) -> str:
     lines = []
     for example in examples:
         mark = "right" if example.output == example.reference else f"wrong, should be {example.reference}"
-        lines += [f"{example.direction:<8}{example.source}", f"        {example.output}   ({mark})"]
+        lines += [f"{example.direction:<8}{example.source}", f"        {example.output}   ({localise(mark)})"]
     return "\n".join(lines)
 
 
 def format_alignment(heads: Sequence[HeadAlignment], best_map: AlignmentMap) -> str:
     """Format the alignment of every head, and the map of the best one."""
-    lines = ["How often the most attended source token is the aligned one:", ""]
+    lines = [localise("How often the most attended source token is the aligned one:"), ""]
     lines += [
-        f"  layer {entry.layer} head {entry.head}   {entry.share:6.1%}   {'█' * round(30 * entry.share)}"
+        f"  {localise(f'layer {entry.layer} head {entry.head}')}   {entry.share:6.1%}   {'█' * round(30 * entry.share)}"
         for entry in heads
     ]
-    caption = (
-        f"Layer {best_map.layer} head {best_map.head} attends to {best_map.gold.source!r} (columns) while it writes"
+    caption = paragraph(
+        f"Layer {best_map.layer} head {best_map.head} attends to {best_map.gold.source!r} (columns) while it writes "
+        "the rows; gold alignments are marked with [:"
     )
-    return "\n".join([*lines, "", f"{caption} the rows;", "gold alignments are marked with [:", "", str(best_map)])
+    return "\n".join([*lines, "", *caption, "", str(best_map)])
 
 
 # --- Pruned and converted versions ---------------------------------------------------------------------
@@ -261,9 +263,9 @@ class RetrainingProgress:
     def report_stage(self, stage: str) -> None:
         """Print the current stage; "" clears the line at the end."""
         if self._stream.isatty():
-            self._stream.write("\r\x1b[K" + (f"{self._name}: {stage}"[:LINE_WIDTH] if stage else ""))
+            self._stream.write("\r\x1b[K" + (cut(f"{self._name}: {localise(stage)}", LINE_WIDTH) if stage else ""))
         elif stage:
-            self._stream.write(f"{self._name}: {stage}\n")
+            self._stream.write(f"{self._name}: {localise(stage)}\n")
         self._stream.flush()
         self._last_report = time.monotonic()
 

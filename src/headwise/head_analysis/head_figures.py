@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SpecError
 from ..files import write_atomically
 from ..output_paths import FIGURE_FILE, FIGURE_METADATA, check_output
+from ..translation.language import localise
+from ..translation.terminal_text import label_cell, wrap
 from .head_metrics import HEAD_METRICS
 from .head_table import HeadMeasures, HeadTable
 from .measure_tables import LINE_WIDTH, format_notes
@@ -461,7 +463,7 @@ def format_head_table(table: HeadTable, colour: ColourFunction = without_colour)
     """Format a table: the legend of the class letters, a grid of them by layer, and the heads with the highest score
     in each class.
     """
-    lines = [f"{table.model}, {table.texts}", "", *_legend_lines(table), "", *_grid_lines(table, colour), ""]
+    lines = [localise(f"{table.model}, {table.texts}"), "", *_legend_lines(table), "", *_grid_lines(table, colour), ""]
     for group in CLASS_STYLES:
         if group != "unclear":
             lines += _top_heads(table, group, colour)
@@ -471,8 +473,8 @@ def format_head_table(table: HeadTable, colour: ColourFunction = without_colour)
 def _legend_lines(table: HeadTable) -> list[str]:
     """Explain the letters of the grid."""
     groups = {class_group(head.classes[0].name) if head.classes else "unclear" for head in table.heads}
-    letters = [f"{_class_letter(group)} {group}" for group in CLASS_STYLES if group in groups]
-    return textwrap.wrap(f"{', '.join(letters)}; in lower case if the score is below 0.5", LINE_WIDTH)
+    letters = [f"{_class_letter(group)} {localise(group)}" for group in CLASS_STYLES if group in groups]
+    return wrap(f"{', '.join(letters)}; {localise('in lower case if the score is below 0.5')}")
 
 
 def _grid_lines(table: HeadTable, colour: ColourFunction) -> Iterator[str]:
@@ -483,7 +485,7 @@ def _grid_lines(table: HeadTable, colour: ColourFunction) -> Iterator[str]:
     columns = max(1, (LINE_WIDTH - width - 2) // 3)
     for start in range(0, num_heads, columns):
         numbers = range(start, min(num_heads, start + columns))
-        yield f"{'head'.ljust(width)}  {''.join(str(n).rjust(2) + ' ' for n in numbers)}".rstrip()
+        yield f"{label_cell('head', width)}  {''.join(str(n).rjust(2) + ' ' for n in numbers)}".rstrip()
         for site in sites:
             cells = [_cell_letter(head_at.get((site, n)), colour) for n in numbers]
             yield f"{site.ljust(width)}  {''.join(cells)}".rstrip()
@@ -515,11 +517,8 @@ def _top_heads(table: HeadTable, group: str, colour: ColourFunction) -> Iterator
     if not members:
         return
     count = len({id(head) for _, head in members})
-    yield colour(f"{CLASS_STYLES[group][0]}  {group}", group) + f", {count} head{'s' if count > 1 else ''}"
+    counted = localise(f"{count} head{'s' if count > 1 else ''}")
+    yield f"{colour(f'{CLASS_STYLES[group][0]}  {localise(group)}', group)}, {counted}"
     for head_class, head in members[:HEADS_PER_CLASS]:
-        yield from textwrap.wrap(
-            f"{head.site} {head.head}: {head_class.name} {head_class.score:.2f}, {head_class.evidence}",
-            LINE_WIDTH,
-            initial_indent="   ",
-            subsequent_indent="   ",
-        )
+        named = f"{head.site} {head.head}: {localise(head_class.name)} {head_class.score:.2f}"
+        yield from wrap(f"{named}, {localise(head_class.evidence)}", indent="   ")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..translation.language import localise
+from ..translation.terminal_text import cut, pad, pad_left, paragraph, text_width
 from .head_table import HeadTable, Measure
 from .importance_result import ImportanceResult
 
@@ -45,21 +46,21 @@ def format_interval(measure: Measure) -> str:
 
 def format_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Align columns below their names: the first and the last to the left, the others to the right."""
-    lines, last = [header, *rows], len(header) - 1
-    widths = [max(len(line[n]) for line in lines) for n in range(len(header))]
+    lines, last = [[localise(name) for name in header], *rows], len(header) - 1
+    widths = [max(text_width(line[n]) for line in lines) for n in range(len(header))]
     aligned = (
         "  ".join(
-            cell.ljust(width) if n in (0, last) else cell.rjust(width)
+            pad(cell, width) if n in (0, last) else pad_left(cell, width)
             for n, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
     )
-    return [line if len(line) <= LINE_WIDTH else f"{line[: LINE_WIDTH - 1]}…" for line in aligned]
+    return [cut(line, LINE_WIDTH) for line in aligned]
 
 
 def format_notes(notes: Sequence[str]) -> list[str]:
     """Format notes as wrapped lines below a table."""
-    return ["", *(line for note in notes for line in textwrap.wrap(f"note: {note}", LINE_WIDTH))] if notes else []
+    return ["", *(line for note in notes for line in paragraph(f"note: {note}", LINE_WIDTH))] if notes else []
 
 
 def format_head_ranking(table: HeadTable, measure: str) -> str:
@@ -79,12 +80,13 @@ def format_head_ranking(table: HeadTable, measure: str) -> str:
             head.site,
             str(head.head),
             *numbers[4 * n : 4 * n + 4],
-            ", ".join(f"{head_class.name} {head_class.score:.2f}" for head_class in head.classes[:2]),
+            ", ".join(f"{localise(one.name)} {one.score:.2f}" for one in head.classes[:2]),
         ]
         for n, head in enumerate(heads)
     ]
     lines = format_columns(["site", "head", measure, *INTERVAL_COLUMNS, "chance", "classes"], rows)
-    return "\n".join([f"{table.model}, {table.texts}; {INTERVAL_NOTE}", "", *lines, *format_notes(table.notes)])
+    title = f"{table.model}, {table.texts}; {INTERVAL_NOTE}"
+    return "\n".join([localise(title), "", *lines, *format_notes(table.notes)])
 
 
 def format_importance(result: ImportanceResult) -> str:
@@ -102,7 +104,7 @@ def format_importance(result: ImportanceResult) -> str:
     ]
     title = f"{result.model}, {result.texts} texts: importance by {result.method} for {result.objective}"
     lines = format_columns(["site", "head", "importance", *INTERVAL_COLUMNS, "corrected p"], rows)
-    return "\n".join([title, INTERVAL_NOTE, "", *lines, *format_notes(result.notes)])
+    return "\n".join([*paragraph(title), localise(INTERVAL_NOTE), "", *lines, *format_notes(result.notes)])
 
 
 def format_logit_shares(attribution: LogitAttribution) -> str:
@@ -115,7 +117,7 @@ def format_logit_shares(attribution: LogitAttribution) -> str:
     rows = [[share.site, str(share.head), number, ""] for share, number in zip(shares, numbers, strict=True)]
     lines = format_columns(["site", "head", "added", ""], rows)
     title = f"{what} at position {attribution.position}: {total}, of which {rest} comes from no head"
-    return "\n".join([*textwrap.wrap(title, LINE_WIDTH), "", *lines])
+    return "\n".join([*paragraph(title, LINE_WIDTH), "", *lines])
 
 
 def format_attention_table(table: AttentionTable) -> str:

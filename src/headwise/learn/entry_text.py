@@ -2,104 +2,69 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .catalogue import Document, list_topics, read_toml
+from ..translation.language import localise, use_language
+from ..translation.terminal_text import align_table, pad, wrap
+from .catalogue import Document, list_topics
 from .entry import Entry, Result, Verdict
 
-WIDTH = 80
 MARKS = {Verdict.HOLDS: "[+]", Verdict.HOLDS_IF: "[~]", Verdict.WRONG: "[x]", Verdict.NOT_RUN: "[ ]"}
+
+
+PHRASES = {
+    "reference": "Reference",
+    "see": "More",
+    "command": "Command",
+    "topics": "Topics",
+    "documents": "Documents",
+    "entries": "entries",
+    "figure": "The figure of this entry is on the page that --html writes.",
+    "start": "Read a document in order, one topic, or one entry:",
+    "facts": "A fact about the cited source; nothing to compute.",
+    "wrote": "wrote",
+    "study": "Tested by training",
+    "no_run": "no stored run here; run",
+    "stored": "stored run",
+    "again": "to run it again:",
+}
 
 
 class Words:
     """Words of the command and of the pages in one language."""
 
     def __init__(self, language: str) -> None:
-        self.language, self._table = language, read_toml("words")
+        self.language = language
 
     def verdict(self, verdict: Verdict) -> str:
         """The name of a verdict."""
-        return self._table["verdicts"][verdict.value][self.language]
+        return self._translate(verdict.value)
 
     def kind(self, entry: Entry) -> str:
         """The name of the kind of an entry."""
-        return self._table["kinds"][entry.kind.value][self.language]
+        return self._translate(entry.kind.value)
 
     def phrase(self, name: str) -> str:
-        """A phrase of `words.toml`."""
-        return self._table["phrases"][name][self.language]
+        """A phrase of `PHRASES`."""
+        return self._translate(PHRASES[name])
+
+    def _translate(self, text: str) -> str:
+        with use_language(self.language):
+            return localise(text)
 
 
-def text_width(text: str) -> int:
-    """Columns of a text in a terminal; Chinese characters take two.
-
-    >>> text_width("QK^T 点积")
-    9
-    """
-    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+def wrap_page(text: str, indent: str) -> list[str]:
+    """Break every paragraph of a text into lines; rows of a table and code stay."""
+    return [line for paragraph in text.splitlines() for line in _wrap_paragraph(paragraph, indent)]
 
 
-def pad(text: str, width: int) -> str:
-    """The text with spaces up to this width in a terminal."""
-    return text + " " * max(width - text_width(text), 0)
-
-
-def wrap(text: str, indent: str = "  ", width: int = WIDTH) -> list[str]:
-    """Break a text into lines; Latin words stay whole, Chinese text breaks between any two characters.
-
-    >>> wrap("a long word 一二三", indent="", width=8)
-    ['a long', 'word 一', '二三']
-    """
-    return [
-        indent + line for paragraph in text.splitlines() for line in _wrap_paragraph(paragraph, width - len(indent))
-    ]
-
-
-def _wrap_paragraph(paragraph: str, width: int) -> list[str]:
-    if " | " in paragraph or paragraph.startswith("    "):
-        return [paragraph]  # a row of a table, or code
-    lines, line = [], ""
-    for piece in _pieces(paragraph):
-        if line and text_width(line + piece.rstrip()) > width and not _is_closing(piece):
-            lines.append(line.rstrip())
-            line = ""
-        line += piece if line else piece.lstrip()
-    return [*lines, line.rstrip()] if line.strip() or not lines else lines
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """Single wide characters, and Latin words with the spaces after them."""
-    word = ""
-    for letter in text:
-        if unicodedata.east_asian_width(letter) in "WF":
-            if word:
-                yield word
-            word = ""
-            yield letter
-        elif word.endswith(" ") and letter != " ":
-            yield word
-            word = letter
-        else:
-            word += letter
-    if word:
-        yield word
-
-
-def _is_closing(piece: str) -> bool:
-    return piece[:1] in "，。；：、）」！？"
-
-
-def align_table(text: str) -> str:
-    """Align the columns of rows that are written as cells between bars."""
-    lines = text.splitlines()
-    rows = [[cell.strip() for cell in line.split(" | ")] for line in lines if " | " in line]
-    widths = [max(map(text_width, column)) for column in zip(*rows, strict=True)] if rows else []
-    aligned = iter(" | ".join(pad(cell, w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "\n".join(next(aligned) if " | " in line else line for line in lines)
+def _wrap_paragraph(paragraph: str, indent: str) -> list[str]:
+    if " | " in paragraph or paragraph.startswith("    ") or not paragraph:
+        return [indent + paragraph]
+    return wrap(paragraph, indent=indent)
 
 
 def format_entry(entry: Entry, result: Result, language: str) -> str:
@@ -107,19 +72,19 @@ def format_entry(entry: Entry, result: Result, language: str) -> str:
     words = Words(language)
     rows = f"  {', '.join(entry.rows)}" if entry.rows else ""
     lines = [f"{MARKS[result.verdict]} {entry.id}  {words.kind(entry)}  {words.verdict(result.verdict)}{rows}"]
-    lines += wrap(f"「{entry.quote_zh}」", indent="    ")
-    lines += wrap(entry.line.fill(language, {}), indent="    ")
-    lines += wrap(align_table(result.reason(language)), indent="    > ")
+    lines += wrap_page(f"「{entry.quote_zh}」", indent="    ")
+    lines += wrap_page(entry.line.fill(language, {}), indent="    ")
+    lines += wrap_page(align_table(result.reason(language)), indent="    > ")
     if entry.run is None:
-        lines += wrap(words.phrase("facts"), indent="    ")
+        lines += wrap_page(words.phrase("facts"), indent="    ")
     if result.figure:
-        lines += wrap(words.phrase("figure"), indent="    ")
+        lines += wrap_page(words.phrase("figure"), indent="    ")
     if entry.reference:
-        lines += wrap(f"{words.phrase('reference')}: {entry.reference}", indent="    ")
+        lines += wrap_page(f"{words.phrase('reference')}: {entry.reference}", indent="    ")
     if entry.see:
-        lines += wrap(f"{words.phrase('see')}: {entry.see}", indent="    ")
+        lines += wrap_page(f"{words.phrase('see')}: {entry.see}", indent="    ")
     if entry.study:
-        lines += [line for text in describe_study(entry.study, words) for line in wrap(text, indent="    ")]
+        lines += [line for text in describe_study(entry.study, words) for line in wrap_page(text, indent="    ")]
     return "\n".join(lines)
 
 
@@ -155,7 +120,7 @@ def format_overview(documents: Sequence[Document], language: str) -> str:
         lines.append(f"  {document.id}  {document.title.fill(language, {})}")
         lines.append(f"       {_count_verdicts(document.entries, words)}")
     topics = list_topics([entry for document in documents for entry in document.entries])
-    lines += ["", words.phrase("topics"), "", *wrap(", ".join(topics)), "", words.phrase("start"), ""]
+    lines += ["", words.phrase("topics"), "", *wrap(", ".join(topics), indent="  "), "", words.phrase("start"), ""]
     lines += [f"  headwise learn {name}" for name in ("003", "softmax-scale", "C1.4")]
     return "\n".join(lines)
 

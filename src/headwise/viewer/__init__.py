@@ -20,7 +20,6 @@ In reading order:
 - `surgery_actions`, `surgery_arguments`: the jobs that plan, prune and convert, with proofs; what they are asked for.
 - `http_security`: which requests are answered, and the headers of every answer.
 - `server`: the routes of the HTTP interface, and `serve`.
-- `sentences`: translations of the sentences that the server and the library write.
 - `html_export`: a single HTML file of what is open, with the answers of `export_answers`; `export_files`: weights,
   measures and the trace as files.
 - `bundled_sample`: the small translator that `headwise view` opens without arguments, its trace and its measures.

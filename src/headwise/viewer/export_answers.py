@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from ..traces import Trace
+from ..translation.sentences import iter_sentences, translate_all
 from .analysis_answers import encode_image
 from .binary_answers import encode_measures, encode_thumbnails, encode_tile
 from .html_export import encode_answers, load_assets
 from .open_model import OpenModel, TileRange
-from .sentences import iter_sentences, translate_all
 
 TILE_SIDE = 256
 EXACT_BYTES = 8_000_000

@@ -26,6 +26,7 @@ from ..errors import SpecError
 from ..traces import map_queries_and_keys
 from ..traces.head_aggregates import AGGREGATES
 from ..traces.head_steps import HeadPlace
+from ..translation.sentences import MAX_SENTENCES, translate_all
 from .analysis_answers import SCOPES, encode_aggregate, encode_image, encode_products, encode_written
 from .binary_answers import encode_marginals, encode_measures, encode_thumbnails, encode_tile
 from .comparison_actions import compare_attention, exact_pair, pool_difference
@@ -47,7 +48,6 @@ from .lab_evaluation import evaluate_texts
 from .model_actions import JOB_KINDS, TextTooLong, check_text_length
 from .model_worker import END_STATES, Job, ModelWorker, QueueFull, describe_error, is_out_of_memory
 from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
-from .sentences import MAX_SENTENCES, translate_all
 from .similarity_actions import compute_similarity
 from .step_answers import encode_steps, find_steps
 from .surgery_actions import convert_heads, describe_surgery, plan_conversion, plan_pruning, prune_heads

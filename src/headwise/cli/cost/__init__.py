@@ -12,9 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ...errors import SpecError
+from ...translation.language import localise
+from ...translation.terminal_text import heading_cell, label_cell
 from ..arguments import (
     PRESETS,
     add_json_argument,
+    add_language_argument,
     add_set_argument,
     list_spec_keys,
     print_page,
@@ -103,7 +106,7 @@ def _parser() -> CommandParser:
         "specs",
         nargs="*",
         metavar="WHAT",
-        help="a preset, a model such as gpt3, a file or a model folder",
+        help="a preset, a model such as gpt3, a file or a folder",
     )
     parser.add_argument("--model", type=int, metavar="WIDTH", help="model dimension of the presets")
     parser.add_argument("--heads", type=int, metavar="COUNT", help="number of query heads of the presets")
@@ -127,6 +130,7 @@ def _parser() -> CommandParser:
         "--operations", action="store_true", help="table of operations: FLOPs, bytes, least time, bottleneck"
     )
     add_json_argument(parser)
+    add_language_argument(parser)
     for group in OPTION_GROUPS:
         group.add_arguments(parser)
     expert = parser.add_expert_group("specs and formulas")
@@ -179,7 +183,10 @@ def _format_checks(name: str, checks: list[FormulaCheck]) -> str:
     for check in checks:
         verdict = "equal" if check.holds else "WRONG"
         rows.append((check.what, f"{check.formula:,}", f"{check.measured:,}", verdict))
-    lines = [f"  {label:<26}{formula:>16}{measured:>16}  {verdict}" for label, formula, measured, verdict in rows]
+    lines = [
+        label_cell(f"  {name}", 28) + heading_cell(formula, 16) + heading_cell(measured, 16) + f"  {localise(verdict)}"
+        for name, formula, measured, verdict in rows
+    ]
     return "\n".join([name, *(line.rstrip() for line in lines)])
 
 

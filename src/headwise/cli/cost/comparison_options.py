@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import SpecError, suggest
+from ...translation.language import localise
+from ...translation.terminal_text import paragraph
 from ..arguments import add_overwrite_argument, existing_mode, print_page, to_json
-from ..command_parser import TERMINAL_WIDTH, CommandParser, UsageError
+from ..command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
     from ...costs.complexity import ComplexityTable, LayerSizes, ScalingMeasurement
@@ -45,17 +46,14 @@ class PublishedFormulasView(NamedTuple):
 
 
 def _format_source(source: FormulaSource, rows: Iterable[FormulaComparison]) -> Iterator[str]:
-    yield from ("", *textwrap.wrap(f"{source.name}: {source.source}", TERMINAL_WIDTH))
+    yield from ("", *paragraph(f"{source.name}: {source.source}"))
     for row in rows:
         if row.source == source.name:
             yield ""
-            yield from _wrap(f"{row.name}: {row.quantity} = {row.formula}", "  ")
+            yield from paragraph(f"{row.name}: {row.quantity} = {row.formula}", indent="  ", hanging="    ")
             estimate = "not estimated" if row.estimate is None else f"{row.estimate:,}"
-            yield from _wrap(f"published {row.published:,}, headwise {estimate}: {row.explanation}", "    ")
-
-
-def _wrap(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, TERMINAL_WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
+            text = f"published {row.published:,}, headwise {estimate}: {row.explanation}"
+            yield from paragraph(text, indent="    ", hanging="      ")
 
 
 def add_published_arguments(parser: CommandParser) -> None:
@@ -118,9 +116,9 @@ class SizeMatchView:
     matches: Mapping[str, SizeMatch]
 
     def __str__(self) -> str:
-        lines = [f"resized to match {self.first}:"]
+        lines = [localise(f"resized to match {self.first}:")]
         for name, match in self.matches.items():
-            lines += textwrap.wrap(f"{name}: {match}", TERMINAL_WIDTH, initial_indent="  ", subsequent_indent="    ")
+            lines += paragraph(f"{name}: {match}", indent="  ", hanging="    ")
         return "\n".join(lines)
 
     @property
@@ -307,7 +305,7 @@ class PlotView(NamedTuple):
         return self._asdict()
 
     def __str__(self) -> str:
-        return f"plot written to {self.file}"
+        return localise(f"plot written to {self.file}")
 
 
 def add_plot_arguments(parser: CommandParser) -> None:

@@ -263,7 +263,7 @@ def add_memory_fit_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--memory-fit",
         action="store_true",
-        help="whether serving (with --optimiser, training) fits into memory, and remedies",
+        help="whether serving or training fits into memory; remedies",
     )
 
 

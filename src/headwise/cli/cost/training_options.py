@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...translation.language import localise
+from ...translation.terminal_text import label_cell, paragraph
 from ..command_parser import TERMINAL_WIDTH, CommandParser, UsageError
 from ..known_names import ACTIVATION_PROFILES
 
@@ -38,10 +39,13 @@ class OptimiserMemoryView(NamedTuple):
     def __str__(self) -> str:
         optimiser = self.optimiser
         title = f"training state, {optimiser.bytes_per_parameter} bytes per parameter"
-        lines = textwrap.wrap(f"{title}; {optimiser.name}: {optimiser.description}", TERMINAL_WIDTH)
+        lines = paragraph(f"{title}; {optimiser.name}: {optimiser.description}")
         for name, row in self.rows.items():
             lines += ["", name]
-            lines += [f"  {PRINTED_LABELS.get(key, key):<24}{number:>22,} bytes" for key, number in row.items()]
+            lines += [
+                label_cell(f"  {PRINTED_LABELS.get(key, key)}", 26) + f"{number:>22,} " + localise("bytes")
+                for key, number in row.items()
+            ]
         return "\n".join(lines)
 
 
@@ -154,11 +158,11 @@ class TrainingMemory:
         totals = [("saved, bytes", self.activations.total), ("peak, bytes", self.peak)]
         totals += [("recomputed, FLOPs", self.recomputed.total)] if self.recomputed.terms else []
         recomputed = {"none": "nothing", "block": "blocks", "core": "cores"}[self.settings.checkpoint]
-        lines = [f"{self.name}: in training, {self.profile}, {recomputed} recomputed"]
-        lines += [f"  {name:<46}{value:>30,}" for name, value in totals]
+        lines = paragraph(f"{self.name}: in training, {self.profile}, {recomputed} recomputed")
+        lines += [label_cell(f"  {name}", 48) + f"{value:>30,}" for name, value in totals]
         for term in self.activations.terms:
             text = f"{term.name} = {term.formula} = {term.value:,}"
-            lines += textwrap.wrap(text, TERMINAL_WIDTH - 4, initial_indent="    ", subsequent_indent="        ")
+            lines += paragraph(text, TERMINAL_WIDTH - 4, indent="    ", hanging="        ")
         return "\n".join(lines)
 
 

@@ -1,14 +1,16 @@
-"""Translations of the sentences that the library and the server write: errors, warnings, reasons, notes and progress.
+"""Translations of the sentences that the library writes: reports, errors, warnings, reasons, notes and progress.
 
-The page asks for the translation of the sentences that it shows; an exported file holds those of what it shows. The
-catalogue `sentences_zh.toml` has one entry for each sentence, or for the part of it before or after "; " or ". ", with
-`{}` in the place of every value.
+Commands translate what they print. The page asks for the translation of the sentences that it shows; an exported file
+holds those of what it shows. The catalogue `sentences_zh.toml` has one entry for each sentence, or for the part of it
+before or after "; " or ". ", with `{}` in the place of every value.
 """
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ MAX_SENTENCES = 500  # that one request may ask for
 MAX_REMEMBERED = 4096  # translations
 UNKNOWN = "?"  # of a sentence that was not asked for yet
 FULL_STOP = "\u3002"
+ENGLISH = re.compile(r"(?<![\w.])[a-z]{2,} [a-z]{2,}")  # two words in a row
 # Where a sentence is divided, and what joins the translated parts.
 SEPARATORS = ((". ", FULL_STOP), ("; ", "\uff1b"), (": ", "\uff1a"), (", ", "\uff0c"), (" and ", "\u548c"))
 
@@ -50,20 +53,20 @@ class Template(NamedTuple):
         return [*values, sentence[begin:end]]
 
 
-def read_catalogue() -> dict[str, str]:
+@cache
+def read_catalogue() -> Mapping[str, str]:
     """All sentences of the catalogue with their translations."""
     sections = tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))
     return {sentence: text for section in sections.values() for sentence, text in section.items()}
 
 
-def make_templates(catalogue: Mapping[str, str]) -> tuple[Template, ...]:
+@cache
+def read_templates() -> tuple[Template, ...]:
     """The sentences with values, those with most text of their own first."""
-    templates = (Template(tuple(key.split("{}")), text) for key, text in catalogue.items() if "{}" in key)
+    templates = (Template(tuple(key.split("{}")), text) for key, text in read_catalogue().items() if "{}" in key)
     return tuple(sorted(templates, key=lambda template: -sum(map(len, template.literals))))
 
 
-ENTRIES = read_catalogue()
-TEMPLATES = make_templates(ENTRIES)
 _translations: dict[str, str | None] = {}  # of the last sentences, because a page asks for the same ones again
 
 
@@ -89,17 +92,22 @@ def _translate(sentence: str) -> str | None:
     if sentence.endswith("."):
         text = translate(sentence[:-1])
         return None if text is None else f"{text}{FULL_STOP}"
-    lower = sentence[:1].lower() + sentence[1:]
-    return _translate_whole(sentence) or (translate(lower) if lower != sentence else None) or _by_parts(sentence)
+    forms = dict.fromkeys((sentence, sentence[:1].lower() + sentence[1:]))
+    exact = filter(None, (_translate_whole(form, values_may_be_english=False) for form in forms))
+    whole = filter(None, (_translate_whole(form, values_may_be_english=True) for form in forms))
+    return next(exact, None) or _by_parts(sentence) or next(whole, None)
 
 
-def _translate_whole(sentence: str) -> str | None:
-    if text := ENTRIES.get(sentence):
+def _translate_whole(sentence: str, *, values_may_be_english: bool) -> str | None:
+    """The translation of a sentence with its values; they are names and numbers unless they may be English."""
+    if text := read_catalogue().get(sentence):
         return text
-    for template in TEMPLATES:
+    for template in read_templates():
         values = template.match(sentence)
         if values is not None and not any(". " in value or "; " in value for value in values):
-            return template.translation.format(*(translate(value) or value for value in values))
+            texts = [translate(value) or value for value in values]
+            if values_may_be_english or not any(ENGLISH.search(text) for text in texts):
+                return template.translation.format(*texts)
     return None
 
 

@@ -1,27 +1,28 @@
-"""Sentences of the server in Chinese: every message, note, reason and progress line of the page has a translation."""
+"""The catalogue of translations: every sentence of the page's server and of the translated commands is in it."""
 
 from __future__ import annotations
 
 import ast
-import json
 import re
-import threading
 import tomllib
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from string import Formatter
-from typing import Any
 
 import pytest
 
-from headwise.viewer import bundled_sample, server
+from headwise import cli
+from headwise.translation.language import use_language
+from headwise.translation.sentences import CATALOGUE, Template, iter_sentences, read_catalogue, translate
+from headwise.translation.terminal_text import text_width
+from headwise.viewer import bundled_sample
 from headwise.viewer.model_actions import measure
 from headwise.viewer.model_worker import Job, JobProgress, describe_error
 from headwise.viewer.open_model import OpenModel
-from headwise.viewer.sentences import CATALOGUE, Template, iter_sentences, read_catalogue, translate
 from headwise.viewer.similarity_actions import compute_similarity
 from headwise.viewer.tile_encoding import decode_arrays
-from support.page_browser import sample_model, served, wait_until
+from support.page_browser import sample_model
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "headwise"
 # The modules whose errors and progress the jobs of the page show.
@@ -102,7 +103,7 @@ def test_the_catalogue_has_no_sentence_that_nothing_says():
 def test_translations_have_the_values_of_their_sentences():
     for key, text in read_catalogue().items():
         used = {int(field) for _, field, _, _ in Formatter().parse(text) if field is not None}
-        assert used <= set(range(key.count("{}"))), key
+        assert used == set(range(key.count("{}"))), key
         assert re.search("[\u4e00-\u9fff]", text) or not ENGLISH.search(text), key
 
 
@@ -162,84 +163,56 @@ def test_the_comparison_of_heads_is_translated(sample: OpenModel):
     assert [sentence for sentence in sentences if not is_translated(sentence)] == []
 
 
-# --- on the page -----------------------------------------------------------------------------------------
+# --- the translated commands -----------------------------------------------------------------------------
 
-# Texts of the page that are neither code nor tokens, in which two English words stand together.
-ENGLISH_TEXTS = """() => {
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = new Set();
-  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
-    const holder = node.parentElement;
-    if (holder.closest('code, .mono, .chip, .tok, .pair-row, script, style, noscript')) continue;
-    if (holder.closest('[lang=en], textarea, option, svg')) continue;
-    const text = node.data.replace(/`[^`]*`/g, '');
-    if (/[a-z]{2,} [a-z]{2,}/.test(text)) found.add(text);
-  }
-  return [...found];
-}"""
-
-
-def open_chinese(page: Any, url: str) -> None:
-    page.goto(url.replace("/#", "/?lang=zh#"))
-    page.get_by_role("gridcell").first.wait_for()
+COMMANDS = ("cost", "demo", "heads", "learn")
+SHARED = ("one_text", "text_arguments", "argument_checks", "arguments", "command_parser", "exit_status")
+COMMAND_MODULES = [
+    *sorted((PACKAGE / "cli" / "cost").glob("*.py")),
+    *(PACKAGE / "cli" / f"{name}.py" for name in (*COMMANDS[1:], *SHARED)),
+]
+REPORT_MODULES = [
+    *sorted((PACKAGE / "costs").glob("*.py")),
+    *sorted((PACKAGE / "demo").glob("*.py")),
+    *(PACKAGE / "head_analysis" / name for name in ("head_figures.py", "measure_tables.py", "circuit_summary.py")),
+]
+TEXT_FUNCTIONS = ("localise", "paragraph", "label_cell", "heading_cell")
+GRAMMAR = ("{}{} {} --help", "{} {} --help", "needs {}, got {}", "there is no {} {}")  # their values are sentences
 
 
-def wait_for_chinese(page: Any, address: str) -> None:
-    page.evaluate(f"location.hash = '{address}'")
-    page.get_by_role("heading", level=1).first.wait_for()
-    wait_until(page, "!document.querySelector('.jobs .note:not(.bad)')")
-    wait_until(page, f"({ENGLISH_TEXTS})().length === 0")
+@pytest.mark.parametrize("path", COMMAND_MODULES, ids=lambda path: f"{path.parent.name}.{path.stem}")
+def test_every_error_of_a_translated_command_has_a_translation(path: Path):
+    texts = [text for text in sentences_of(path) if text.strip()]
+    parts = dict.fromkeys(part for text in texts for part in shown_parts(text))
+    allowed = {part for text in GRAMMAR for part in shown_parts(text)}
+    assert [part for part in parts if not is_translated(part) and part not in allowed] == []
 
 
-@pytest.mark.parametrize("with_model", [True, False])
-def test_no_screen_has_an_english_sentence_in_chinese(page: Any, with_model: bool):
-    with served(sample_model(with_model=with_model)) as url:
-        open_chinese(page, url)
-        screens = page.get_by_role("navigation").get_by_role("link").evaluate_all("all => all.map((a) => a.hash)")
-        assert len(screens) >= 11
-        for address in (*screens, "#/classify?table=1", "#/map?table=1", "#/head?table=1", "#/steps?table=1"):
-            wait_for_chinese(page, address)
+@pytest.mark.parametrize(
+    "path", [*COMMAND_MODULES, *REPORT_MODULES], ids=lambda path: f"{path.parent.name}.{path.stem}"
+)
+def test_every_text_that_a_report_makes_has_a_translation(path: Path):
+    missing = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in TEXT_FUNCTIONS and node.args:
+            missing += [
+                text for text in templates(node.args[0]) if ENGLISH.search(text) and not is_translated(filled(text))
+            ]
+    assert missing == []
 
 
-def test_an_error_is_chinese(page: Any):
-    with served(sample_model()) as url:
-        open_chinese(page, url)
-        events = f"data: {json.dumps({'state': 'failed', 'error': FAILED})}\n\n"
-        page.route("**/api/jobs/*/events", lambda route: route.fulfill(content_type="text/event-stream", body=events))
-        page.evaluate("location.hash = '#/cost'")
-        page.get_by_role("button", name="计算开销").click()
-        alert = page.get_by_role("alert")
-        alert.get_by_text("没有编号为 9 的层").wait_for()
-        assert alert.inner_text().splitlines()[-1] == "请给出 0 到 2"
+def filled(text: str) -> str:
+    """The text with a number for every value, and without spaces at its ends."""
+    return text.replace("{} --help-all lists {}", "it --help-all lists 7 more options").replace("{}", "7").strip()
 
 
-def test_progress_is_chinese(page: Any, monkeypatch: pytest.MonkeyPatch):
-    is_seen = threading.Event()
-
-    def slow_cost(model: OpenModel, arguments: Any, progress: JobProgress) -> dict[str, Any]:
-        progress(1, 3, "3 heads ablated")
-        is_seen.wait(30)
-        return {"rows": [], "notes": [], "workload": {}}
-
-    monkeypatch.setitem(server.ALL_JOBS, "cost", slow_cost)
-    with served(sample_model()) as url:
-        open_chinese(page, url)
-        page.evaluate("location.hash = '#/cost'")
-        page.get_by_role("button", name="计算开销").click()
-        page.get_by_text("1 / 3 已消融 3 个头").wait_for()
-        assert page.get_by_text("heads ablated").count() == 0
-        is_seen.set()
-
-
-def test_an_exported_file_holds_its_translations(page: Any, tmp_path: Path):
-    from headwise.viewer.view import render_export
-
-    (tmp_path / "page.html").write_text(render_export(sample_model(with_model=False)), encoding="utf-8")
-    page.goto(f"{(tmp_path / 'page.html').as_uri()}?lang=zh")
-    page.get_by_role("gridcell").first.wait_for()
-    wait_for_chinese(page, "#/open")
-    page.get_by_text("查询和键").first.wait_for()
-    assert page.get_by_text("queries and keys").count() == 0
-    wait_for_chinese(page, "#/classify")
-
-
-FAILED = describe_error(ValueError("there is no site 9: the trace has 3; give 0 to 2"))
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_the_whole_help_is_chinese(command: str, capsys: pytest.CaptureFixture[str]):
+    argv = [command, "--help-all", "--lang", "zh"] if command else ["--help"]
+    with use_language("zh") if not command else nullcontext(), suppress(SystemExit):
+        cli._run_command(argv) if not command else cli.main(argv)
+    lines = capsys.readouterr().out.split("\n\n")
+    prose = [line for part in lines[1:] if not part.startswith("例子") for line in part.splitlines()]
+    assert len(prose) > 10
+    assert [line for line in prose if ENGLISH.search(re.sub("`.*`", "", line))] == []
+    assert max(map(text_width, prose)) <= 82

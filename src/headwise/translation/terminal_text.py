@@ -1,0 +1,124 @@
+"""Text by its width in columns of a terminal: padded, wrapped and aligned; a Chinese character takes two columns."""
+
+from __future__ import annotations
+
+import textwrap
+import unicodedata
+from collections.abc import Iterator
+
+from .language import localise
+
+TERMINAL_WIDTH = 80
+CLOSING = "\uff0c\u3002\uff1b\uff1a\u3001\uff09\u300d\uff01\uff1f"  # characters that no line begins with
+
+
+def text_width(text: str) -> int:
+    """Columns of a text in a terminal; Chinese characters take two.
+
+    >>> text_width("QK^T 点积")
+    9
+    """
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
+def pad(text: str, width: int) -> str:
+    """The text with spaces after it, up to this width."""
+    return text + " " * (width - text_width(text))
+
+
+def pad_left(text: str, width: int) -> str:
+    """The text with spaces before it, up to this width."""
+    return " " * (width - text_width(text)) + text
+
+
+def cut(text: str, width: int) -> str:
+    """The text, or its beginning and "…" if it is wider.
+
+    >>> cut("点积点积", 6), cut("abc", 3)
+    ('点积…', 'abc')
+    """
+    if text_width(text) <= width:
+        return text
+    while text_width(text) >= width:
+        text = text[:-1]
+    return f"{text}…"
+
+
+def rule(text: str, width: int = TERMINAL_WIDTH) -> str:
+    """A heading with a line after it, up to this width.
+
+    >>> rule("-- 词元 ", 12)
+    '-- 词元 ────'
+    """
+    return text + "\u2500" * (width - text_width(text))
+
+
+def label_cell(text: str, width: int) -> str:
+    """The text in the current language with spaces after it, up to this width."""
+    return pad(localise(text), width)
+
+
+def heading_cell(text: str, width: int) -> str:
+    """The text in the current language with spaces before it, up to this width."""
+    return pad_left(localise(text), width)
+
+
+def paragraph(text: str, width: int = TERMINAL_WIDTH, indent: str = "", hanging: str | None = None) -> list[str]:
+    """The text in the current language, in lines of at most this width; `hanging` indents all lines but the first."""
+    return wrap(localise(text), width, indent, hanging)
+
+
+def wrap(text: str, width: int = TERMINAL_WIDTH, indent: str = "", hanging: str | None = None) -> list[str]:
+    """The text in lines of at most this width; Latin words stay whole, Chinese text breaks between any two characters.
+
+    >>> wrap("a long word 一二三", 8)
+    ['a long', 'word 一', '二三']
+    """
+    hanging = indent if hanging is None else hanging
+    if text_width(text) == len(text):
+        return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=hanging)
+    lines, line = [], indent
+    for piece in _pieces(" ".join(text.split())):
+        is_start = not line.strip()
+        if not is_start and text_width(line + piece.rstrip()) > width and not _is_closing(piece):
+            lines.append(line.rstrip())
+            line, is_start = hanging, True
+        line += piece.lstrip() if is_start else piece
+    return [*lines, line.rstrip()] if line.strip() else lines
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Single wide characters, and Latin words with the spaces after them."""
+    word = ""
+    for letter in text:
+        if unicodedata.east_asian_width(letter) in "WF":
+            if word:
+                yield word
+            word = ""
+            yield letter
+        elif word.endswith(" ") and letter != " ":
+            yield word
+            word = letter
+        else:
+            word += letter
+    if word:
+        yield word
+
+
+def _is_closing(piece: str) -> bool:
+    """Whether a line must not begin with this character."""
+    return piece[:1] in CLOSING
+
+
+def align_table(text: str) -> str:
+    """Align the columns of rows that are written as cells between bars; other lines stay.
+
+    >>> print(align_table("键 | 1\\nkeys | 22"))
+    键   | 1
+    keys | 22
+    """
+    lines = text.splitlines()
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in lines if " | " in line]
+    widths = [max(map(text_width, column)) for column in zip(*rows, strict=True)] if rows else []
+    aligned = iter(" | ".join(pad(cell, w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(next(aligned) if " | " in line else line for line in lines)
