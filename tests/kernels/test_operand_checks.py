@@ -87,6 +87,7 @@ def test_every_registered_operation_is_driven():
         ((torch.ones(2), torch.ones(2)), r"x is torch.float32 \[2\]; give .* \[R, C\]"),
         ((torch.ones(2, 3), None), "factors is missing"),
         ((torch.ones(2, 3),), "there are 1 tensors; give 2"),
+        ((torch.ones(2, 3), torch.ones(2), torch.ones(2)), "there are 3 tensors; give 2"),
         ((torch.ones(2, 3), torch.ones(2, device="meta")), "factors .* is on meta"),
         (
             (bad_operands.shorten_memory(torch.ones(2, 3)), torch.ones(2)),
@@ -99,6 +100,28 @@ def test_the_first_operand_that_does_not_fit_is_named(tensors: tuple[torch.Tenso
     checks.check(torch.ones(2, 3), torch.ones(2))
     with pytest.raises(ValueError, match="cannot run headwise::scale_rows: " + message):
         checks.check(*tensors)
+
+
+def test_every_tensor_of_a_list_is_checked():
+    checks = OperandChecks("multiply", x=FLOAT + "M K", matrix="* K+")
+    x, fitting = torch.ones(2, 3), torch.ones(5, 3)
+    checks.check(x)
+    checks.check(x, fitting, fitting[:2])
+    bad = (torch.ones(5, 4), torch.ones(3), fitting.double(), fitting.to("meta"), bad_operands.shorten_memory(fitting))
+    for matrix in bad:
+        with pytest.raises(ValueError, match="cannot run headwise::multiply: matrix "):
+            checks.check(x, fitting, matrix)
+
+
+def test_operands_that_lack_are_skipped_and_choices_of_sizes_are_kept():
+    checks = OperandChecks("op", x=FLOAT + "B T", rows="int64: 1|B 2?", gate="B 0|1?")
+    x, rows = torch.ones(3, 5), torch.zeros(1, 2, dtype=torch.int64)
+    for good in (None, rows, rows.expand(3, 2)):
+        checks.check(x, good, None)
+    checks.check(x, None, torch.ones(3, 0))
+    for bad in ((rows.expand(2, 2), None), (None, torch.ones(3, 2)), (rows.int(), None)):
+        with pytest.raises(ValueError, match="cannot run headwise::op: "):
+            checks.check(x, *bad)
 
 
 def test_memory_of_strided_tensors_is_measured_to_their_last_element():

@@ -13,33 +13,35 @@ The dispatcher of torch resolves tensors with the negative or conjugate bit, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 FLOAT = "float32 float64: "  # dtypes of the first operand of most operations; the others have the same
-MAX_ACCEPTED = 256  # signatures of accepted calls that are remembered per operation
 
 
 class Operand(NamedTuple):
-    """One tensor of an operation: its axes, its dtypes (empty for that of the first operand), whether it may lack."""
+    """One tensor of an operation: its axes, its dtypes (empty for that of the first operand), and how many there are.
+
+    `count` is "" for one, "?" for one or none, and "+" for any number of tensors at the end of the call.
+    """
 
     name: str
     axes: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
-    is_optional: bool
+    count: str
 
     @staticmethod
     def parse(name: str, form: str) -> Operand:
-        """Return the operand that a form such as "int64: 1|B T 2" describes; a form that ends in ? is optional.
+        """Return the operand that a form such as "int64: 1|B T 2" describes; a form ends in ? or +, or in neither.
 
         An axis is a letter, a number, a choice of two, or * for any size.
         """
-        dtypes, _, axes = form.rstrip("?").rpartition(":")
-        accepted = tuple(getattr(torch, dtype) for dtype in dtypes.split())
-        return Operand(name, tuple(axes.split()), accepted, form.endswith("?"))
+        count = form[-1] if form[-1] in "?+" else ""
+        dtypes, _, axes = form.removesuffix(count).rpartition(":")
+        return Operand(name, tuple(axes.split()), tuple(getattr(torch, dtype) for dtype in dtypes.split()), count)
 
     def matches_shape(self, shape: torch.Size, sizes: dict[str, int]) -> bool:
         """Return whether a shape fits the axes; writes the sizes of new letters."""
@@ -77,35 +79,24 @@ class OperandChecks:
     def __init__(self, operation: str, **forms: str) -> None:
         self.operation = operation
         self.operands = [Operand.parse(name, form) for name, form in forms.items()]
-        self._accepted: dict[tuple[Any, ...], list[int]] = {}  # bytes of each tensor if it is contiguous, by signature
+        self.check = _generate_check(self.operands, self._refuse)
 
-    def check(self, *tensors: Tensor | None) -> None:
+    def _refuse(self, *tensors: Tensor | None) -> NoReturn:
         """Raise ValueError for the first tensor whose dtype, shape or memory does not fit."""
-        signature = tuple([None if t is None else (t.shape, t.dtype) for t in tensors])
-        sizes = self._accepted.get(signature)  # the common case takes less time than a small kernel
-        if sizes is None:
-            sizes = self._accept(signature, tensors)
-        for tensor, size in zip(tensors, sizes, strict=True):
-            if tensor is None:
-                continue
-            end = size if tensor.is_contiguous() and not tensor.storage_offset() else _end_in_storage(tensor)
-            if not tensor.is_cpu or tensor.untyped_storage().nbytes() < end:
-                self._refuse_memory(tensors)
+        operands = self.operands
+        if operands[-1].count == "+":
+            operands = operands + [operands[-1]] * (len(tensors) - len(operands))
+        if len(tensors) != len(operands):
+            refuse_operands(self.operation, f"there are {len(tensors)} tensors", f"give {len(operands)}")
+        self._check_shapes(operands, tensors)
+        self._check_memory(operands, tensors)
+        raise AssertionError("every tensor fits")
 
-    def _accept(self, signature: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> list[int]:
-        self._check_each(tensors)
-        if len(self._accepted) >= MAX_ACCEPTED:
-            self._accepted.clear()
-        sizes = self._accepted[signature] = [0 if t is None else t.numel() * t.itemsize for t in tensors]
-        return sizes
-
-    def _check_each(self, tensors: Sequence[Tensor | None]) -> None:
+    def _check_shapes(self, operands: Sequence[Operand], tensors: Sequence[Tensor | None]) -> None:
         sizes: dict[str, int] = {}
-        if len(tensors) != len(self.operands):
-            refuse_operands(self.operation, f"there are {len(tensors)} tensors", f"give {len(self.operands)}")
-        for operand, tensor in zip(self.operands, tensors, strict=True):
+        for operand, tensor in zip(operands, tensors, strict=True):
             if tensor is None:
-                if not operand.is_optional:
+                if operand.count != "?":
                     refuse_operands(self.operation, f"{operand.name} is missing", "give a tensor")
                 continue
             first = tensors[0]
@@ -114,8 +105,8 @@ class OperandChecks:
                 fact = f"{operand.name} is {tensor.dtype} {list(tensor.shape)}"
                 refuse_operands(self.operation, fact, f"give {operand.expected(dtypes, sizes)}")
 
-    def _refuse_memory(self, tensors: Sequence[Tensor | None]) -> NoReturn:
-        for operand, tensor in zip(self.operands, tensors, strict=True):
+    def _check_memory(self, operands: Sequence[Operand], tensors: Sequence[Tensor | None]) -> None:
+        for operand, tensor in zip(operands, tensors, strict=True):
             if tensor is None:
                 continue
             name = f"{operand.name} {list(tensor.shape)}"
@@ -125,7 +116,63 @@ class OperandChecks:
             if size < needed:
                 fact = f"{name} needs {needed} bytes of a storage of {size}"
                 refuse_operands(self.operation, fact, "give a tensor whose storage was not resized")
-        raise AssertionError("no tensor lacks memory")
+
+
+def _generate_check(operands: Sequence[Operand], refuse: Callable[..., NoReturn]) -> Callable[..., None]:
+    """Return the function `OperandChecks.check`, generated like the methods of dataclasses; it calls `refuse`.
+
+    It runs before every call of a kernel. A loop over operands and axes takes longer than a small kernel. For
+    `x=FLOAT + "R C", factors="R?"` it is:
+
+        def check(*tensors):
+            try:
+                x, factors, = tensors
+                R, C, = x.shape
+                fits = x.dtype in x_dtypes and x.is_cpu and x.untyped_storage().nbytes() >= ...
+                if factors is not None:
+                    axis0, = factors.shape
+                    fits = fits and axis0 == R and factors.dtype is x.dtype and ...
+            except (AttributeError, ValueError):
+                fits = False
+            if not fits:
+                refuse(*tensors)
+    """
+    names = ", ".join(f"*{operand.name}s" if operand.count == "+" else operand.name for operand in operands)
+    lines, letters = [], set[str]()
+    for operand in operands:
+        lines += _operand_lines(operand, operands[0].name, letters)
+    body = "\n".join(f"        {line}" for line in lines)
+    source = (
+        f"def check(*tensors):\n    try:\n        {names}, = tensors\n        fits = True\n{body}\n"
+        "    except (AttributeError, ValueError):\n        fits = False\n"
+        "    if not fits:\n        refuse(*tensors)\n"
+    )
+    namespace: dict[str, Any] = {f"{operand.name}_dtypes": operand.dtypes for operand in operands}
+    namespace |= {"refuse": refuse, "end_in_storage": _end_in_storage}
+    exec(source, namespace)
+    check: Callable[..., None] = namespace["check"]
+    return check
+
+
+def _operand_lines(operand: Operand, first: str, letters: set[str]) -> Iterator[str]:
+    """Yield the statements that check one operand; adds its letters, which are variables of the statements."""
+    name, indent = operand.name, "    " if operand.count else ""
+    names, conditions = [], list[str]()
+    for n, axis in enumerate(operand.axes):
+        is_new = axis.isalpha() and axis not in letters
+        names.append(axis if is_new else f"axis{n}")
+        if is_new:
+            letters.add(axis)
+        elif axis != "*" and not is_new:
+            conditions.append("(" + " or ".join(f"axis{n} == {choice}" for choice in axis.split("|")) + ")")
+    conditions.append(f"{name}.dtype in {name}_dtypes" if operand.dtypes else f"{name}.dtype is {first}.dtype")
+    contiguous = f"{name}.is_contiguous() and not {name}.storage_offset()"
+    end = f"({name}.nbytes if {contiguous} else end_in_storage({name}))"
+    conditions += [f"{name}.is_cpu", f"{name}.untyped_storage().nbytes() >= {end}"]
+    if operand.count:
+        yield f"if {name} is not None:" if operand.count == "?" else f"for {name} in {name}s:"
+    yield f"{indent}{', '.join(names)}, = {name}.shape"
+    yield f"{indent}fits = fits and {' and '.join(conditions)}"
 
 
 def _end_in_storage(tensor: Tensor) -> int:

@@ -60,8 +60,7 @@ GEMV_KERNELS = KernelSet("small_batch_kernels", GEMV_DTYPES, gemv=("run_gemv", G
 
 BLOCKS_PER_THREAD, MAX_BLOCK_BYTES = 2, 2**19  # minimum number of blocks per thread; maximum bytes of a block
 PACKED_TOKEN_BYTES = (this_machine().cache_bytes(2) or 2**20) // 2  # of the tokens that are multiplied at a time
-GEMV_CHECKS = OperandChecks("small_batch_matmul", x="float32 bfloat16: M K")
-MATRIX_CHECKS = OperandChecks("small_batch_matmul", matrix="float32 bfloat16: N K")
+GEMV_CHECKS = OperandChecks("small_batch_matmul", x="float32 bfloat16: M K", matrix="* K+")
 
 
 def multiply_small_batch(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
@@ -84,12 +83,11 @@ def _small_batch_matmul_op(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
 
 
 def _launch_gemv(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    GEMV_CHECKS.check(x_MK)
+    GEMV_CHECKS.check(x_MK, *matrices)
     for matrix in matrices:
-        MATRIX_CHECKS.check(matrix)
-        if matrix.dtype is not x_MK.dtype or matrix.shape[1] != x_MK.shape[1] or not matrix.is_contiguous():
-            fact = f"a matrix is {matrix.dtype} {list(matrix.shape)} with strides {matrix.stride()}"
-            refuse_operands("small_batch_matmul", fact, f"give contiguous {x_MK.dtype} [N, {x_MK.shape[1]}]")
+        if not matrix.is_contiguous():
+            fact = f"a matrix {list(matrix.shape)} has strides {matrix.stride()}"
+            refuse_operands("small_batch_matmul", fact, "give a contiguous matrix")
     x_MK, (num_tokens, width) = x_MK.contiguous(), x_MK.shape
     num_rows, count = sum([matrix.shape[0] for matrix in matrices]), _tokens_per_pass(width)
     if width % SIMD_WIDTH or not width or not num_rows:
