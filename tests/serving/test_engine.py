@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
+import mmap
+import sys
 import threading
 
 import pytest
@@ -331,6 +334,38 @@ def test_the_budget_holds_and_requests_wait_for_free_pages():
     assert most == 2  # three rows of 5 pages would be 15, and there are 14 beside the empty one
     assert [stream.result() for stream in streams] == [alone(net, [n] * 13, 8) for n in range(9)]
     assert engine.report().peak_bytes == 2 * each
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor that have memory of the machine."""
+    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = tensor.data_ptr() + tensor.nbytes - begin
+    flags = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), ctypes.c_size_t(size), flags) == 0
+    return sum(flag & 1 for flag in flags) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs mincore")
+def test_pages_take_memory_when_they_are_needed():
+    net = language(plain(dim=64), plain(dim=64))
+    engine, slack = hw.Engine(net, budget=400_000_000), 2 * 2**21  # the system may hand out pages of 2 MiB
+    storage = engine.memory.pool.storage
+    assert storage.nbytes > 100_000_000
+    written, taken = (
+        750 * 2 * 2 * 3 * 64 * 4,
+        [resident_bytes(storage)],
+    )  # tokens, layers, k and v, heads of 64, float32
+    assert taken[0] <= slack
+    for number in range(3):  # pages of earlier requests keep their tokens
+        assert len(engine.submit([number, *range(1, 10)] * 75, max_new_tokens=2).result()) == 2
+        taken.append(resident_bytes(storage))
+        assert (number + 1) * written <= taken[-1] <= (number + 1) * written + slack
+    assert taken[-1] < storage.nbytes / 10
+
+
+def test_a_budget_beyond_all_memory_is_refused():
+    with pytest.raises(ValueError, match=r"the system refuses to reserve .* bytes of memory; give a smaller budget"):
+        hw.Engine(model("gqa"), budget=10**19)
 
 
 # --- who is next ---------------------------------------------------------------------------------------

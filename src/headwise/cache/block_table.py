@@ -18,7 +18,7 @@ class PageAllocator:
     """Reference-counted allocator of `count` pages, numbered from 0.
 
     A named page keeps its contents when it is released: `find` returns it until it is allocated again. Unnamed free
-    pages are allocated first, then the named page that was released longest ago.
+    pages are allocated first, then pages that were never used, then the named page that was released longest ago.
 
     >>> pages = PageAllocator(3)
     >>> first, second = pages.allocate(), pages.allocate()
@@ -31,50 +31,59 @@ class PageAllocator:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._holders = [0] * count
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))  # in the order of allocation
+        self._holders: dict[int, int] = {}  # references of the allocated pages
+        self._num_touched = 0  # pages that were ever allocated; these are the first ones
+        self._free_unnamed: list[int] = []  # released last is allocated first
+        self._free_named: OrderedDict[int, None] = OrderedDict()  # in the order of their release
         self._names: dict[int, Hashable] = {}
         self._named: dict[Hashable, int] = {}
 
     @property
     def num_free(self) -> int:
         """Number of free pages."""
-        return len(self._free)
+        return self.count - len(self._holders)
 
     @property
     def num_allocated(self) -> int:
         """Number of allocated pages; a shared page counts once."""
-        return self.count - len(self._free)
+        return len(self._holders)
 
     def holders(self, page: int) -> int:
         """Return the reference count of a page."""
-        return self._holders[page]
+        return self._holders.get(page, 0)
 
     def allocate(self) -> int:
         """Return a free page with one reference; its name is removed, so its old contents are no longer found."""
-        if not self._free:
+        if self._free_unnamed:
+            page = self._free_unnamed.pop()
+        elif self._num_touched < self.count:
+            page, self._num_touched = self._num_touched, self._num_touched + 1
+        elif self._free_named:
+            page, _ = self._free_named.popitem(last=False)
+            del self._named[self._names.pop(page)]
+        else:
             raise CacheFull(
                 f"all {self.count:,} pages are in use; wait until a sequence is freed, or give a larger budget"
             )
-        page, _ = self._free.popitem(last=False)
-        if page in self._names:
-            del self._named[self._names.pop(page)]
         self._holders[page] = 1
         return page
 
     def add_reference(self, page: int) -> None:
-        """Increment the reference count of a page."""
-        self._holders[page] += 1
-        self._free.pop(page, None)
+        """Increment the reference count of a page that is allocated, or free and named."""
+        self._holders[page] = self.holders(page) + 1
+        self._free_named.pop(page, None)
 
     def release(self, page: int) -> None:
         """Decrement the reference count of a page; at 0 the page is free."""
-        if not self._holders[page]:
+        if not self.holders(page):
             raise ValueError(f"page {page} was given back twice; release a page once per reference")
         self._holders[page] -= 1
         if not self._holders[page]:
-            self._free[page] = None
-            self._free.move_to_end(page, last=page in self._names)
+            del self._holders[page]
+            if page in self._names:
+                self._free_named[page] = None
+            else:
+                self._free_unnamed.append(page)
 
     def name(self, page: int, name: Hashable) -> None:
         """Name a page so that `find` returns it; does nothing if the page has a name or the name is taken."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import gcd
+from math import gcd, prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -257,9 +258,33 @@ def _index_tensor(pairs: list[tuple[int, int]], device: torch.device) -> tuple[T
 
 # --- Caches --------------------------------------------------------------------------------------------
 
+ALIGNMENT = 64  # bytes
+
+
+def reserve_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Return a tensor of zeros that takes memory of the CPU when it is written, one page of the system at a time.
+
+    `torch.zeros` writes the zeros; NumPy asks the system for memory (calloc), which is zero and not there until then.
+    On another device all memory is allocated at once.
+
+    >>> reserve_zeros((2, 3), torch.bfloat16, "cpu").sum().item()
+    0.0
+    """
+    if torch.device(device).type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    size = prod(shape) * dtype.itemsize
+    try:
+        memory = torch.from_numpy(np.zeros(size + ALIGNMENT, np.uint8))
+    except (MemoryError, ValueError, OverflowError) as error:
+        raise ValueError(f"the system refuses to reserve {size:,} bytes of memory; give a smaller budget") from error
+    start = -memory.data_ptr() % ALIGNMENT
+    return memory[start : start + size].view(dtype).view(*shape)
+
 
 class PagePool:
     """Pool of KV cache pages for all layers, in one tensor; a page holds tokens of every layer of a retention group.
+
+    On a CPU a page takes memory when it is first written.
 
     `block_tables` assigns pages to sequences; `caches(batch_of(rows))` are the caches to pass to the layers.
 
@@ -287,7 +312,7 @@ class PagePool:
         self.specs, self.paging = tuple(specs), PageLayout.for_specs(specs, page)
         self.block_tables = BlockTables(self.paging, pages)
         # One extra page that is never allocated: padding reads finite zeros there.
-        self.storage = torch.zeros(pages + 1, self.paging.numel, dtype=dtype, device=device)
+        self.storage = reserve_zeros((pages + 1, self.paging.numel), dtype, device)
         self.views = [
             {name: self._tensor_view(place) for name, place in places.items()} for places in self.paging.layers
         ]
@@ -296,7 +321,7 @@ class PagePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages, and of the buffer into which the pages of one layer are gathered."""
+        """Bytes of all pages, used or not, and of the buffer into which the pages of one layer are gathered."""
         return self.storage.nbytes + self._buffer.nbytes
 
     def batch_of(self, rows: Sequence[PagedSequence]) -> PagedBatch:
@@ -314,8 +339,8 @@ class PagePool:
         return flat.unflatten(1, (place.heads, tokens, place.width))
 
     def reserve(self, pages: int) -> None:
-        """Allocate the gather buffer for `pages` pages of any layer."""
-        self._buffer = self.storage.new_zeros(pages * self.paging.widest)
+        """Reserve the gather buffer for `pages` pages of any layer."""
+        self._buffer = reserve_zeros((pages * self.paging.widest,), self.storage.dtype, self.storage.device)
 
     def gather(self, layer: int, row_pages: RowPages) -> KVEntry:
         """Copy one layer's entry from the pages of every row into the buffer; valid until the next call.

@@ -13,7 +13,7 @@ from .. import backends
 from ..backends import CallSignature
 from ..cache import KVCache, PagedSequence, PagePool, ProjectedSource, RecurrentStateCache
 from ..cache.block_table import PageLayout
-from ..cache.paged_cache import PagedBatch
+from ..cache.paged_cache import PagedBatch, reserve_zeros
 from ..errors import SpecError, suggest
 from ..masking.sequence_info import SequenceInfo
 from ..models import EncoderOutput, ModelCache, Transformer
@@ -113,7 +113,8 @@ class CacheSlot:
 class KVMemory:
     """Divides a budget of bytes into cache pages for all layers, and one state and source buffer per row.
 
-    The budget includes the buffer into which the pages of one layer are gathered, but not a step's activations.
+    The budget includes the buffer into which the pages of one layer are gathered, but not a step's activations. On a
+    CPU, pages, sources and the buffer take memory when they are first written.
     """
 
     def __init__(self, net: Transformer, budget: int, batching: BatchingConfig) -> None:
@@ -162,7 +163,7 @@ class KVMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, in use or not; never more than the budget."""
+        """Bytes reserved, in use or not; never more than the budget."""
         return self.fixed_bytes + self.pool.nbytes
 
     @property
@@ -304,6 +305,5 @@ def _make_source_buffers(spec: AttentionSpec | None, batching: BatchingConfig, l
         return {}
     lead = batching.rows, batching.source
     return {
-        name: torch.zeros(*lead, *shape, dtype=like.dtype, device=like.device)
-        for name, shape in spec.kv_entry_shapes().items()
+        name: reserve_zeros((*lead, *shape), like.dtype, like.device) for name, shape in spec.kv_entry_shapes().items()
     }
