@@ -426,13 +426,47 @@ def test_a_port_that_is_taken_is_said(net: Transformer):
 # --- a hostile tokenizer ---------------------------------------------------------------------------------
 
 
+def test_a_text_that_cannot_be_decoded_fails_one_request_alone(net: Transformer, monkeypatch: pytest.MonkeyPatch):
+    hostile, document = copy.deepcopy(net), json.loads(net.usage.tokenizer or "")
+    replace = {"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "a"}
+    document["decoder"] = {"type": "Sequence", "decoders": [replace, document["decoder"]]}
+    hostile.usage = hw.ProcessorSpec(tokenizer=json.dumps(document))
+    server = ApiServer(ServedModel("small", hw.Engine(hostile, budget=4_000_000)))
+    _, decoding = server.tokenizer_processes
+    decode, engine = decoding.decode, server.model.engine
+    first, *others = [engine.submit(prompt, max_new_tokens=4) for prompt in ("ab", "b", "c", "d", "e")]
+    engine.run()
+    bad_id = first.ids[1]
+    expected = [stream.ids for stream in others]
+    assert any(bad_id not in ids for ids in expected)
+
+    def fail_once(ids: list[int]) -> str:
+        if bad_id in ids:
+            raise hw.SpecError("the tokenizer cannot decode these ids: it crashed")
+        return decode(ids)
+
+    monkeypatch.setattr(decoding, "decode", fail_once)
+    first, *others = [engine.submit(prompt, max_new_tokens=4) for prompt in ("ab", "b", "c", "d", "e")]
+    engine.run()
+    assert (first.ended, first.ids, str(first.error)) == (
+        "failed",
+        first.ids[:1],
+        "the tokenizer cannot decode these ids: it crashed",
+    )
+    for stream, ids in zip(others, expected, strict=True):
+        assert stream.ended == ("failed" if bad_id in ids else "length")
+        assert bad_id in ids or stream.ids == ids
+    assert engine.memory.used == 0
+    server.close()
+
+
 def test_a_runaway_tokenizer_fails_one_request_alone(net: Transformer):
     hostile, document = copy.deepcopy(net), json.loads(net.usage.tokenizer or "")
     split = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
     document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, document["pre_tokenizer"]]}
     hostile.usage = hw.ProcessorSpec(tokenizer=json.dumps(document))
     server = ApiServer(ServedModel("small", hw.Engine(hostile, budget=4_000_000)))
-    server.tokenizer_process.max_seconds = 1.0
+    server.tokenizer_processes[0].max_seconds = 1.0
     slow = ("a" * 27 + "b") * 10_000  # the expression tries all ways to divide each run of a
     answers: dict[str, Any] = {}
 
@@ -453,4 +487,4 @@ def test_a_runaway_tokenizer_fails_one_request_alone(net: Transformer):
     assert "the tokenizer cannot encode this text: it took longer than 1 s" in refused.json()["error"]["message"]
     assert {answer.status_code for answer in answers.values()} == {200}
     assert server.num_outputs == 0
-    server.tokenizer_process.close()
+    server.close()

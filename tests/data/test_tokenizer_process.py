@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from headwise.data.tokenizer_process import EncodedText, TokenizerProcess
+from headwise.data import tokenizer_process
+from headwise.data.tokenizer_process import EncodedText, TokenizerProcess, is_bounded_decoder
 from headwise.errors import SpecError, UnknownToken
 from headwise.generation.text_output import ModelTokenizer
 
@@ -77,6 +78,51 @@ def test_a_process_that_crashes_is_started_again(runaway: TokenizerProcess):
     assert runaway.encode("a", True).ids == [0]
 
 
+REPLACE = {"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "!"}
+
+
+def test_ids_that_take_too_long_to_decode_fail_alone():
+    model = {"type": "BPE", "vocab": {"a": 0, SLOW: 1, "x": 2}, "merges": []}
+    words = ModelTokenizer(make_document(model=model, decoder=REPLACE))
+    encoding, decoding = words.isolate(LIMIT)
+    assert words.text([0, 2, 0]) == "!x!"
+    with pytest.raises(SpecError, match=r"the tokenizer cannot decode these ids: it took longer than 1 s; give"):
+        words.text([0, 1])
+    assert words.text([2, 0]) == "x!"
+    assert encoding._process is None  # decoding does not wait for a text
+    for process in (encoding, decoding):
+        process.close()
+
+
+def test_a_text_longer_than_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatch):
+    grown = {"type": "Sequence", "decoders": GROWING[:5]}
+    process = TokenizerProcess(make_document(decoder=grown))
+    assert process.decode([2]) == "x" * 100_000
+    monkeypatch.setattr(tokenizer_process, "MAX_ANSWER_BYTES", 50_000)
+    with pytest.raises(SpecError, match="cannot decode these ids: its answer exceeds 50,000 bytes"):
+        process.decode([2])
+    assert process.decode([0]) == "a"
+    process.close()
+
+
+@pytest.mark.parametrize(
+    ("decoder", "bounded"),
+    [
+        (None, True),
+        ({"type": "ByteLevel"}, True),
+        ({"type": "Replace", "pattern": {"String": "_"}, "content": " "}, True),
+        ({"type": "Replace", "pattern": {"String": "_"}, "content": "  "}, False),
+        ({"type": "Replace", "pattern": {"String": ""}, "content": ""}, False),
+        (REPLACE, False),
+        ({"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}, True),
+        ({"type": "Sequence", "decoders": [{"type": "Sequence", "decoders": [REPLACE]}]}, False),
+        ({"type": "Another"}, False),
+    ],
+)
+def test_decoders_that_may_run_here(decoder: Any, bounded: bool):
+    assert is_bounded_decoder(decoder) is bounded
+
+
 def test_threads_take_turns(runaway: TokenizerProcess):
     outcomes = dict[str, Any]()
 
@@ -101,7 +147,7 @@ def test_an_isolated_tokenizer_says_what_it_said():
         pre_tokenizer={"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False},
     )
     here, isolated = ModelTokenizer(words), ModelTokenizer(words)
-    process = isolated.isolate()
+    (process,) = isolated.isolate()
     for text in ("", "ab", "a ab a"):
         assert (isolated.ids(text), isolated.places(text)) == (here.ids(text), here.places(text))
     messages = []

@@ -145,7 +145,7 @@ def api_client() -> Iterator[TestClient]:
         ):
             yield client
     finally:
-        server.tokenizer_process.close()
+        server.close()
         server.threads.shutdown(wait=True, cancel_futures=True)
 
 

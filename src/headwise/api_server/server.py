@@ -44,9 +44,17 @@ class ApiServer:
 
     def __init__(self, model: ServedModel) -> None:
         source_tokenizer, self.tokenizer = load_tokenizers(model.engine.net)
-        self.model, self.tokenizer_process = model, source_tokenizer.isolate()
+        self.model = model
+        self.tokenizer_processes = [
+            process for tokenizer in {source_tokenizer, self.tokenizer} for process in tokenizer.isolate()
+        ]
         self.num_outputs = 0  # that wait or run
         self.threads = ThreadPoolExecutor(MAX_OUTPUTS, thread_name_prefix="headwise-output")
+
+    def close(self) -> None:
+        """End the processes of the tokenizers."""
+        for process in self.tokenizer_processes:
+            process.close()
 
     def app(self) -> Starlette:
         """The routes."""
@@ -307,4 +315,4 @@ def serve(model: ServedModel, options: ServeOptions, on_start: Callable[[str], o
     finally:
         listener.close()
         server.threads.shutdown(wait=False, cancel_futures=True)
-        server.tokenizer_process.close()
+        server.close()

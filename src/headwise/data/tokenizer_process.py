@@ -1,7 +1,8 @@
 """A tokenizer in a process of its own, which is ended when a text takes too long or the tokenizer crashes.
 
 A regular expression or a chain of replacements of a hostile tokenizer can take hours for a short text, and holds the
-interpreter while it does. A server therefore encodes texts elsewhere, and fails the one request.
+interpreter while it does. A server therefore encodes texts elsewhere, and fails the one request. It decodes elsewhere
+only if the decoder of the tokenizer has such parts (`is_bounded_decoder`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple
 from ..errors import SpecError
 
 MAX_SECONDS = 10.0  # for one text; a million tokens take about one
+MAX_ANSWER_BYTES = 2**28  # a million ids with their offsets take about 2**25
 WORKER = Path(__file__).with_name("tokenizer_worker.py")
 REMEDY = "give another text, or another tokenizer"
 
@@ -30,8 +33,32 @@ class EncodedText(NamedTuple):
     unknown: tuple[int, int] | None = None
 
 
+# Decoders whose time and memory grow as the text does.
+BOUNDED_DECODERS = ("BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Strip", "WordPiece")
+
+
+def is_bounded_decoder(decoder: Any) -> bool:
+    """Return whether the decoder of a document needs time and memory in proportion to the text that it decodes.
+
+    A replacement of a regular expression does not, nor a replacement that makes the text longer.
+
+    >>> is_bounded_decoder({"type": "Replace", "pattern": {"String": "_"}, "content": " "})
+    True
+    >>> is_bounded_decoder({"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": ""})
+    False
+    """
+    if not decoder:
+        return True
+    if decoder["type"] == "Sequence":
+        return all(map(is_bounded_decoder, decoder["decoders"]))
+    if decoder["type"] == "Replace":
+        replaced = decoder["pattern"].get("String", "")
+        return 0 < len(replaced) >= len(decoder["content"])
+    return decoder["type"] in BOUNDED_DECODERS
+
+
 class TokenizerProcess:
-    """Encodes texts with the tokenizer of a document, one after another; callable from any thread.
+    """Encodes and decodes with the tokenizer of a document, one text after another; callable from any thread.
 
     The process starts with the first text, and again with the next one after it was ended.
     """
@@ -44,14 +71,15 @@ class TokenizerProcess:
 
     def encode(self, text: str, specials_as_text: bool) -> EncodedText:
         """Return the ids of a text; raises SpecError if the tokenizer panics, crashes or takes too long."""
-        with self._lock:
-            answer = self._ask({"text": text, "specials_as_text": specials_as_text})
-        if "panic" in answer:
-            raise self._failure(" ".join(str(answer["panic"]).split())[:120])
+        answer = self._ask("encode this text", {"text": text, "specials_as_text": specials_as_text})
         if "unknown" in answer:
             start, stop = answer["unknown"]
             return EncodedText([], [], (start, stop))
         return EncodedText(answer["ids"], [(start, stop) for start, stop in answer["offsets"]])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, without special tokens; raises SpecError as `encode` does."""
+        return self._ask("decode these ids", {"ids": list(ids)})["text"]
 
     def close(self) -> None:
         """End the process."""
@@ -71,7 +99,15 @@ class TokenizerProcess:
         _send(process, self.document)
         return process
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, action: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request; raises SpecError, which names the action, for a panic or no answer."""
+        with self._lock:
+            answer = self._answer(request)
+        if "panic" in answer:
+            raise SpecError(f"the tokenizer cannot {action}: {' '.join(str(answer['panic']).split())[:120]}; {REMEDY}")
+        return answer
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         late = threading.Event()
         try:
             process = self._process or self._start()
@@ -80,7 +116,7 @@ class TokenizerProcess:
             try:
                 _send(process, request)
                 assert process.stdout is not None
-                line = process.stdout.readline()
+                line = process.stdout.readline(MAX_ANSWER_BYTES)
             finally:
                 timer.cancel()
                 timer.join()
@@ -90,11 +126,9 @@ class TokenizerProcess:
         if late.is_set() or not is_whole:  # the timer may have ended the process just after its answer
             self.close()
         if not is_whole:
-            raise self._failure(f"it took longer than {self.max_seconds:g} s" if late.is_set() else "it crashed")
+            reason = "it crashed" if len(line) < MAX_ANSWER_BYTES else f"its answer exceeds {MAX_ANSWER_BYTES:,} bytes"
+            return {"panic": f"it took longer than {self.max_seconds:g} s" if late.is_set() else reason}
         return json.loads(line)
-
-    def _failure(self, reason: str) -> SpecError:
-        return SpecError(f"the tokenizer cannot encode this text: {reason}; {REMEDY}")
 
 
 def _send(process: subprocess.Popen[bytes], value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Script of a process that encodes texts for `tokenizer_process`; it imports nothing of headwise, and starts at once.
+"""Script of a process that encodes and decodes for `tokenizer_process`; it imports nothing of headwise, and starts at once.
 
 It reads a tokenizer document as one line of JSON, then one request a line, and answers each with one line.
 """
@@ -15,7 +15,12 @@ MAX_MEMORY_BYTES = 4 * 2**30
 
 
 def answer_request(tokenizer: Tokenizer, request: dict[str, Any]) -> dict[str, Any]:
-    """Return ids and offsets of a text, the first character that has none, or the panic of the library."""
+    """Return the text of ids; or ids and offsets of a text, or its first character that has none; or a panic."""
+    try:
+        if "ids" in request:
+            return {"text": tokenizer.decode(request["ids"])}
+    except BaseException as error:
+        return {"panic": str(error)}
     tokenizer.encode_special_tokens = request["specials_as_text"]
     text = request["text"]
     try:

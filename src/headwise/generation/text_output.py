@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from ..data.tokenizer_calls import decode_tokens, encode_tokens, parse_tokenizer
-from ..data.tokenizer_process import MAX_SECONDS, EncodedText, TokenizerProcess
+from ..data.tokenizer_process import MAX_SECONDS, EncodedText, TokenizerProcess, is_bounded_decoder
 from ..errors import SpecError, UnknownToken
 from ..model_spec import ProcessorSpec
 from ..models.save_load import check_processor
@@ -30,7 +30,8 @@ class ModelTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._specials = specials
-        self._process: TokenizerProcess | None = None
+        self._encoding_process: TokenizerProcess | None = None
+        self._decoding_process: TokenizerProcess | None = None
         self._unknown_id = _find_unknown_id(self._tokenizer, self.document["model"])
 
     @property
@@ -46,14 +47,21 @@ class ModelTokenizer:
         """Return the character offsets (start, stop) of each token of `ids`."""
         return self._encode(text, specials).offsets
 
-    def isolate(self, max_seconds: float = MAX_SECONDS) -> TokenizerProcess:
-        """Encode texts in a process of its own from now on, each for up to `max_seconds`; close it at the end."""
-        self._process = TokenizerProcess(json.dumps(self.document), max_seconds)
-        return self._process
+    def isolate(self, max_seconds: float = MAX_SECONDS) -> list[TokenizerProcess]:
+        """Encode texts in a process of its own from now on, each for up to `max_seconds`; close it at the end.
+
+        Ids are decoded in another one if the decoder is not bounded, so that they do not wait for a text.
+        """
+        processes = [TokenizerProcess(json.dumps(self.document), max_seconds)]
+        self._encoding_process = processes[0]
+        if not is_bounded_decoder(self.document.get("decoder")):
+            self._decoding_process = TokenizerProcess(json.dumps(self.document), max_seconds)
+            processes.append(self._decoding_process)
+        return processes
 
     def _encode(self, text: str, specials: str | None) -> EncodedText:
         specials_as_text = (specials or self._specials) == "text"
-        encode = self._encode_here if self._process is None else self._process.encode
+        encode = self._encode_here if self._encoding_process is None else self._encoding_process.encode
         encoded = encode(text, specials_as_text)
         unknown = encoded.unknown
         if self._unknown_id in encoded.ids:
@@ -74,6 +82,8 @@ class ModelTokenizer:
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""
+        if self._decoding_process is not None:
+            return self._decoding_process.decode(ids)
         return decode_tokens(self._tokenizer, ids)
 
     def id(self, token: str) -> int | None:
@@ -126,9 +136,13 @@ class IncrementalDetokenizer:
         return not self._pending
 
     def append(self, token_id: int) -> None:
-        """Add one id."""
+        """Add one id; drops the pending ones if the tokenizer fails on them."""
         self._pending.append(token_id)
-        new = self._new_text()
+        try:
+            new = self._new_text()
+        except SpecError:
+            self._pending = []
+            raise
         waiting = min(MAX_PENDING_BYTES, len(new) - len(new.rstrip(REPLACEMENT_CHAR)))
         self._emit(new, len(new) - waiting)
         if new and not waiting:
@@ -137,8 +151,9 @@ class IncrementalDetokenizer:
 
     def close(self) -> None:
         """End the input and emit pending bytes as they are."""
-        new = self._new_text()
-        self._emit(new, len(new))
+        if self._pending:
+            new = self._new_text()
+            self._emit(new, len(new))
 
     def _new_text(self) -> str:
         decoded = self.words.text([*self._settled, *self._pending])

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import SpecError
 from ..generation.decoding_state import sample_tokens
 from ..generation.token_scores import TokenLogprob
 from ..models import Transformer
@@ -238,4 +239,7 @@ class ModelRunner:
             for n, request, token_id in zip(rows, group, ids, strict=True):
                 if request.num_top is not None:
                     request.logprobs.append(TokenLogprob.of(raw_logits[n], token_id, request.num_top))
-                request.take(token_id)
+                try:
+                    request.take(token_id)
+                except SpecError as error:  # the tokenizer failed on the text of this request
+                    request.fail(error)
