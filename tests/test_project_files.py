@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import headwise as hw
 
@@ -28,6 +31,25 @@ def test_contributing_is_one_page_and_names_real_targets():
     targets = set(re.findall(r"^(\w+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert named
     assert named <= targets
+
+
+def test_every_dependency_is_pinned_exactly():
+    """An audit of constraints.txt is an audit of everything that an installation brings."""
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = {canonicalize_name(line.split("==")[0]) for line in lines if re.fullmatch(r"[\w.-]+==[\w.+!]+", line)}
+    assert len(pinned) == len(lines) > 50
+    needed, waiting = set[str](), {("headwise", frozenset({"dev"}))}
+    while waiting:
+        name, extras = waiting.pop()
+        needed.add(name)
+        for text in metadata.requires(name) or ():
+            requirement = Requirement(text)
+            marker, applied = requirement.marker, {"", *extras}
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in applied):
+                dependency = canonicalize_name(requirement.name)
+                if dependency not in needed or requirement.extras:
+                    waiting.add((dependency, frozenset(requirement.extras)))
+    assert needed - {"headwise"} == pinned
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
