@@ -84,7 +84,9 @@ def test_markup_is_text():
 
 
 def test_messages_have_at_most_300_characters_of_foreign_text(capsys: pytest.CaptureFixture[str]):
-    for foreign in (repr("x" * 5000), repr("y z" * 5000), '"' + "it's " * 999 + '"', "w" * 5000):
+    quoted = (repr("x" * 5000), repr("y z" * 5000), '"' + "it's " * 999 + '"', "w" * 5000)
+    listed = ([7] * 999, [[1, 2]] * 999, {"a": ["b c"] * 999}, [{"a b": {"c d": list(range(999))}}, 5])
+    for foreign in (*quoted, *map(str, listed)):
         message = shorten_message(f"config.json has {foreign}, unlike the model; correct it")
         assert len(message) < 300 + 60
         assert message.endswith("correct it")

@@ -84,13 +84,31 @@ def escape_markdown(text: str) -> str:
 
 
 def shorten_message(message: str) -> str:
-    """Return an error message on one line of a terminal, with quoted texts and long words cut.
+    """Return an error message on one line of a terminal, with quoted texts, lists, tables and long words cut.
 
     >>> shorten_message(f"there is no {'x' * 999!r}; give a name")[-25:]
     "xxxxxxxxxx…'; give a name"
     """
-    line = escape_terminal(message)
+    line = _cut_lists(escape_terminal(message))
     for long in (rf"('[^']{{{MAX_QUOTED}}})[^']+'", rf'("[^"]{{{MAX_QUOTED}}})[^"]+"'):
         line = re.sub(long, lambda match: f"{match[1]}…{match[1][0]}", line)
     # A quoted text of one word has up to 4 characters more: quotes, the dots, and a sign after them.
     return re.sub(rf"(\S{{{MAX_QUOTED}}})\S{{5,}}?([:;,]?)(?!\S)", r"\1…\2", line)
+
+
+def _cut_lists(line: str) -> str:
+    """Return a line with lists and tables in brackets cut; those inside each other count as one.
+
+    >>> _cut_lists(f"{list(range(500))} is long")[-16:]
+    ' 76, 7…] is long'
+    """
+    pieces, depth, begin, done = list[str](), 0, 0, 0
+    for n, char in enumerate(line):
+        if char in "[{":
+            begin, depth = (begin if depth else n), depth + 1
+        elif char in "]}" and depth:
+            depth -= 1
+            if not depth and n - begin > MAX_QUOTED:
+                pieces.append(f"{line[done : begin + MAX_QUOTED]}…")
+                done = n
+    return "".join(pieces) + line[done:]

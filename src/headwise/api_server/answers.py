@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..escaping import shorten_message
 from ..generation.token_scores import TokenScore
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "stop"}
@@ -106,7 +107,7 @@ def make_usage(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, int]
 def make_error(message: str, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The body of a refused request."""
     kind = "invalid_request_error" if code != "internal_error" else "server_error"
-    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+    return {"error": {"message": shorten_message(message), "type": kind, "param": field, "code": code}}
 
 
 def event(data: dict[str, Any]) -> bytes:

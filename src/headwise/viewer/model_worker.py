@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..escaping import shorten_message
 from .open_model import OpenModel
 
 MAX_QUEUED_JOBS = 8
@@ -179,7 +180,7 @@ def describe_error(error: BaseException) -> dict[str, str]:
     >>> describe_error(MemoryError())
     {'fact': 'the memory of this machine does not suffice', 'remedy': 'use a shorter text or a smaller model'}
     """
-    text = hide_folders(" ".join(str(error).split()))[:400]
+    text = shorten_message(hide_folders(" ".join(str(error).split())))
     if is_out_of_memory(error) and not (isinstance(error, MemoryError) and text):
         return {
             "fact": "the memory of this machine does not suffice",
