@@ -534,6 +534,7 @@ class _BudgetSearch:
             state = {OLD_STATE_KEYS.get(key, key): value for key, value in values.items()}
             fingerprint, selection_key = state["model"], _update_selection_key(state["selection"])
             removed = [HeadUnit(site, tuple(heads)) for site, heads in state["removed_units"]]
+            notes = [str(note) for note in state.get("notes", ())]  # files of earlier versions have none
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SpecError(f"cannot resume from {path}: {error}. Delete the file to start again") from None
         if (
@@ -544,14 +545,15 @@ class _BudgetSearch:
             raise SpecError(
                 f"cannot resume from {path}: it belongs to another model or selection. Delete the file to start again"
             )
-        self.removed_units = removed
+        self.removed_units, self.notes = removed, notes
         self.current = self._measure(remove_heads(self.net, self.keep)) if removed else self.current
         self.is_met = self._is_within(self.current)
 
     def _save_state(self) -> None:
         if self.selection.state_path is not None:
             removed = [[unit.site, list(unit.heads)] for unit in self.removed_units]
-            state = {"model": fingerprint_model(self.net), "selection": self._selection_key, "removed_units": removed}
+            state = {"model": fingerprint_model(self.net), "selection": self._selection_key}
+            state |= {"removed_units": removed, "notes": self.notes}
             write_atomically(self.selection.state_path, json.dumps(state).encode())
 
     @property
