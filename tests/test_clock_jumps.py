@@ -7,6 +7,7 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,15 @@ SOURCES = Path(hw.__file__).parent
 DAY = 24 * 3600.0
 # The date of a measurement or an answer, or the age of a file: never the difference of two readings in one process.
 DATES = {"api_server/answers.py": 1, "bench/calibration.py": 1, "costs/roofline.py": 2, "kernels/jit.py": 1}
-OPTIONS = {"steps": 6, "batch": 4, "lr": 1e-3, "evaluate_every": 3, "evaluate_batches": 1, "checkpoint_every": 2}
-CHOICES = {"precision": "fp32", "attention": "plain", "rows": "padded", "compile": "off"}
+OPTIONS: dict[str, Any] = {
+    "steps": 6,
+    "batch": 4,
+    "lr": 1e-3,
+    "evaluate_every": 3,
+    "evaluate_batches": 1,
+    "checkpoint_every": 2,
+}
+CHOICES: dict[str, Any] = {"precision": "fp32", "attention": "plain", "rows": "padded", "compile": "off"}
 LIMIT = 120.0  # seconds of a real clock, which no test comes near
 
 
