@@ -136,13 +136,9 @@ class IncrementalDetokenizer:
         return not self._pending
 
     def append(self, token_id: int) -> None:
-        """Add one id; drops the pending ones if the tokenizer fails on them."""
+        """Add one id."""
         self._pending.append(token_id)
-        try:
-            new = self._new_text()
-        except SpecError:
-            self._pending = []
-            raise
+        new = self._new_text()
         waiting = min(MAX_PENDING_BYTES, len(new) - len(new.rstrip(REPLACEMENT_CHAR)))
         self._emit(new, len(new) - waiting)
         if new and not waiting:
@@ -156,13 +152,18 @@ class IncrementalDetokenizer:
             self._emit(new, len(new))
 
     def _new_text(self) -> str:
-        decoded = self.words.text([*self._settled, *self._pending])
-        # Emitted text stays, even if the tokenizer now decodes its bytes differently.
-        return (
-            decoded[len(self._settled_text) :]
-            if decoded.startswith(self._settled_text)
-            else self.words.text(self._pending)
-        )
+        """Return the text of the pending ids; if the tokenizer fails on them, they are dropped."""
+        try:
+            decoded = self.words.text([*self._settled, *self._pending])
+            # Emitted text stays, even if the tokenizer now decodes its bytes differently.
+            return (
+                decoded[len(self._settled_text) :]
+                if decoded.startswith(self._settled_text)
+                else self.words.text(self._pending)
+            )
+        except SpecError:
+            self._pending = []
+            raise
 
     def _emit(self, new: str, up_to: int) -> None:
         self.text += new[self._num_emitted : up_to]
