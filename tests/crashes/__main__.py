@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--full-disks", type=int, default=50, metavar="N", help="number of full disks")
     parser.add_argument("--only", action="append", metavar="COMMAND", help="only this command; repeatable")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the points")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="trials at a time")
+    parser.add_argument("--state", type=Path, metavar="FILE", help="record every trial here, and go on from it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, beside other keys")
     args = parser.parse_args(argv)
     if FOLDER_VARIABLE not in os.environ:
         return _run_with_small_disk(sys.argv[1:] if argv is None else argv)
-    figures: dict[str, Any] = {}
-    for kind, trials in run_trials(args):
-        figures[kind] = _count(trials)
-        if args.json is not None:  # after every trial, so that a run that is stopped leaves its figures
-            document = json.loads(args.json.read_text()) if args.json.exists() else {}
-            args.json.write_text(json.dumps(document | figures, indent=1) + "\n")
+    figures = run_trials(args)
     print(json.dumps(figures, indent=1))
     return int(any(part["failures"] for part in figures.values()))
 
@@ -60,45 +58,70 @@ def _run_with_small_disk(argv: Sequence[str]) -> int:
         return subprocess.run([sys.executable, "-m", "crashes", *argv], env=environment, check=False).returncode
 
 
-def run_trials(args: argparse.Namespace) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the kind of fault and all of its trials so far, after every trial."""
+def run_trials(args: argparse.Namespace) -> dict[str, Any]:
+    """Run all trials that the state file does not have yet, and return the figures of all."""
     import torch
 
     from crashes import workload
-    from crashes.trials import Bench
+    from crashes.trials import Bench, plan_trials, run_in_processes
 
     torch.set_num_threads(1)
     base = Path(os.environ[FOLDER_VARIABLE])
+    state = args.state or base / "trials.jsonl"
     workload.import_everything()
     workload.make_inputs(base / "inputs")
     commands = workload.list_commands(base / "inputs")
     if args.only:
         commands = {name: commands[name] for name in args.only}
     bench = Bench(base, commands, args.seed)
-    for kind, run, count in (("full_disk", bench.fill_disk, args.full_disks), ("kills", bench.kill, args.kills)):
-        names = list(bench.choose_names(count)) if count else []
-        bench.random.shuffle(names)
-        trials = list[Any]()
-        for name in names:
-            trials.append(trial := run(name))
-            if trial.problem:
-                print(f"{kind}: {name} {trial.fault}: {trial.problem}", file=sys.stderr, flush=True)
-            yield kind, trials
+    planned = plan_trials(commands, {"full_disk": args.full_disks, "kills": args.kills}, args.seed)
+    done = {(trial["kind"], trial["number"], trial["command"]) for trial in _read_state(state)}
+    left = [trial for trial in planned if trial not in done]
+    run_in_processes(sorted({trial.command for trial in left}), args.jobs, lambda worker, name: bench.measure(name))
+    report = partial(_report, state, planned, args.json)
+    run_in_processes(left, args.jobs, lambda worker, trial: _record(state, bench.run(worker, trial)), report)
+    return report()
 
 
-def _count(trials: Sequence[Any]) -> dict[str, Any]:
+def _read_state(path: Path) -> list[dict[str, Any]]:
+    """The trials of a state file; a last line that was cut is left out."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _record(state: Path, trial: Mapping[str, Any]) -> None:
+    """Append a trial to the state file in one write, and print what failed."""
+    if trial["problem"]:
+        print("{kind}: {command} {fault}: {problem}".format(**trial), file=sys.stderr, flush=True)
+    handle = os.open(state, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.write(handle, (json.dumps(trial) + "\n").encode())
+    os.close(handle)
+
+
+def _report(state: Path, planned: Iterable[tuple[str, int, str]], path: Path | None) -> dict[str, Any]:
+    """Return the figures of the planned trials that were run, and write them to `path`."""
+    wanted = set(planned)
+    trials = [t for t in _read_state(state) if (t["kind"], t["number"], t["command"]) in wanted]
+    kinds = sorted({trial["kind"] for trial in trials})
+    figures = {kind: _count([trial for trial in trials if trial["kind"] == kind]) for kind in kinds}
+    if path is not None and figures:
+        document = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(document | figures, indent=1) + "\n")
+    return figures
+
+
+def _count(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Numbers of trials: all, those that failed, by outcome, by signal, and by command."""
-    outcomes = Counter(trial.outcome for trial in trials if not trial.problem)
-    signals = Counter(trial.fault.signal.name for trial in trials if trial.fault.signal)
     by_command: dict[str, dict[str, int]] = {}
     for trial in trials:
-        row = by_command.setdefault(trial.command, {"trials": 0, "failures": 0})
+        row = by_command.setdefault(trial["command"], {"trials": 0, "failures": 0})
         row["trials"] += 1
-        row["failures"] += bool(trial.problem)
-    figures = {"trials": len(trials), "failures": sum(bool(trial.problem) for trial in trials)}
-    return figures | {
-        "outcomes": dict(outcomes),
-        "signals": dict(signals),
+        row["failures"] += bool(trial["problem"])
+    return {
+        "trials": len(trials),
+        "failures": sum(bool(trial["problem"]) for trial in trials),
+        "outcomes": dict(Counter(trial["outcome"] for trial in trials if not trial["problem"])),
+        "signals": dict(Counter(trial["signal"] for trial in trials if trial["signal"])),
         "commands": dict(sorted(by_command.items())),
     }
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from crashes.injection import Fault, Run, run_forked
 from crashes.workload import Command
@@ -24,13 +28,63 @@ REPEAT_EVERY = 4  # trials after which a command whose output is replaced whole 
 Files = Mapping[str, bytes]
 
 
-class Trial(NamedTuple):
-    """A trial, which of the outputs was left, and what is wrong with it; "" if nothing is."""
+POLL_SECONDS = 1.0
+Task = TypeVar("Task")
 
+
+class PlannedTrial(NamedTuple):
+    """The kind of fault, the number of the trial among those of its kind and command, and the command."""
+
+    kind: str
+    number: int
     command: str
-    fault: Fault
-    outcome: str
-    problem: str
+
+
+def plan_trials(commands: Mapping[str, Command], counts: Mapping[str, int], seed: int) -> list[PlannedTrial]:
+    """Return all trials in random order; commands are tried as often as their shares ask for."""
+    total = sum(command.share for command in commands.values())
+    planned = [
+        PlannedTrial(kind, number, name)
+        for kind, count in counts.items()
+        for name, command in commands.items()
+        for number in range(max(1, round(count * command.share / total)) if count else 0)
+    ]
+    random.Random(seed).shuffle(planned)
+    return planned
+
+
+def run_in_processes(
+    tasks: Sequence[Task], jobs: int, run: Callable[[int, Task], object], poll: Callable[[], object] = lambda: None
+) -> None:
+    """Run every task, which gets the number of its process, in forked processes; raise RuntimeError if one failed."""
+    sys.stdout.flush()
+    running, statuses = set[int](), list[int]()
+    for worker in range(jobs):
+        if (child := os.fork()) == 0:
+            _run_worker(partial(run, worker), tasks[worker::jobs])
+        running.add(child)
+    while running:
+        time.sleep(POLL_SECONDS)
+        ended = [child for child in running if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)]
+        statuses += [os.waitpid(child, 0)[1] for child in ended]
+        running -= set(ended)
+        poll()
+    if any(statuses):
+        raise RuntimeError("a process of the trials failed; its traceback is above")
+
+
+def _run_worker(run: Callable[[Task], object], tasks: Sequence[Task]) -> None:
+    """Run tasks and leave the process; never returns."""
+    code = 1
+    try:
+        for task in tasks:
+            run(task)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 class Baseline(NamedTuple):
@@ -54,53 +108,50 @@ class Bench:
     """Runs trials of the commands below a folder."""
 
     def __init__(self, base: Path, commands: Mapping[str, Command], seed: int) -> None:
-        self.base, self.commands, self.random = base, commands, random.Random(seed)
-        self.baselines: dict[str, Baseline] = {}
-        self.count = 0
+        self.base, self.commands, self.seed = base, commands, seed
 
     def measure(self, name: str) -> Baseline:
-        """Run both variants of a command without a fault, once."""
-        if name not in self.baselines:
-            command, folder = self.commands[name], self.base / "baselines" / name.replace(" ", "")
+        """Run both variants of a command without a fault, unless one of the processes has done so."""
+        command, folder = self.commands[name], self.base / "baselines" / name.replace(" ", "")
+        paths, record = [folder / f"{word}{command.suffix}" for word in (OLD, NEW, "again")], folder / "run.json"
+        if not record.exists():
             folder.mkdir(parents=True)
-            paths = [folder / f"{word}{command.suffix}" for word in (OLD, NEW, "again")]
             actions = (*command.actions, command.actions[1])
             runs = [run_forked(partial(action, path), self.base) for action, path in zip(actions, paths, strict=True)]
             if failed := [run.output for run in runs if run.code not in (0, 1)]:
                 raise RuntimeError(f"{name} fails without a fault: {failed[0][-600:]}")
-            self.baselines[name] = Baseline(*paths, runs[-1])
-        return self.baselines[name]
+            record.write_text(json.dumps(runs[-1]._asdict()))
+        old, new, again = paths
+        return Baseline(old, new, again, Run(**json.loads(record.read_text())))
 
-    def choose_names(self, count: int) -> Iterator[str]:
-        """Names of commands, each as often as its share asks for."""
-        total = sum(command.share for command in self.commands.values())
-        for name, command in self.commands.items():
-            yield from [name] * max(1, round(count * command.share / total))
+    def run(self, worker: int, trial: PlannedTrial) -> dict[str, Any]:
+        """Run a trial at a point that depends on the seed and the trial only.
 
-    def kill(self, name: str) -> Trial:
-        """End a command at a random point."""
-        run = self.measure(name).run
-        if self.random.random() < SHARE_OF_TIMES:
-            fault = Fault(
-                self.random.choice(SIGNALS), seconds=self.random.uniform(FIRST_MOMENT, FIRST_MOMENT + run.seconds)
-            )
+        Returns the trial, its fault, its outcome, and what is wrong, "" if nothing is.
+        """
+        numbers = random.Random(f"{self.seed} {trial}")
+        run = self.measure(trial.command).run
+        if trial.kind == "full_disk":
+            fault = Fault(disk_bytes=numbers.randrange(run.disk_bytes))
+        elif numbers.random() < SHARE_OF_TIMES:
+            seconds = numbers.uniform(FIRST_MOMENT, FIRST_MOMENT + run.seconds)
+            fault = Fault(numbers.choice(SIGNALS), seconds=seconds)
         else:
-            fault = Fault(self.random.choice(SIGNALS), operation=self.random.randint(1, run.operations))
-        return self.run_trial(name, fault)
+            fault = Fault(numbers.choice(SIGNALS), operation=numbers.randint(1, run.operations))
+        has_old, is_repeated = numbers.random() < 0.5, trial.number % REPEAT_EVERY == 0
+        outcome, problem = self._try_fault(self.base / f"work{worker}", trial.command, fault, (has_old, is_repeated))
+        name = signal.Signals(fault.signal).name if fault.signal else ""
+        return trial._asdict() | {"fault": str(fault), "signal": name, "outcome": outcome, "problem": problem}
 
-    def fill_disk(self, name: str) -> Trial:
-        """Run a command on a disk with room for a part of what it writes."""
-        return self.run_trial(name, Fault(disk_bytes=self.random.randrange(self.measure(name).run.disk_bytes)))
+    def _try_fault(self, work: Path, name: str, fault: Fault, options: tuple[bool, bool]) -> tuple[str, str]:
+        """Run a command with a fault; return its outcome, and what is wrong with what it leaves and with a repetition.
 
-    def run_trial(self, name: str, fault: Fault) -> Trial:
-        """Run a command with a fault, and check what it leaves and that it can be given again."""
-        self.count += 1
-        command, baseline = self.commands[name], self.measure(name)
-        work = self.base / "work"
+        The options are whether an old output exists, and whether the command is given again.
+        """
+        command, baseline, (has_old, is_repeated) = self.commands[name], self.measure(name), options
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         out = work / f"out{command.suffix}"
-        has_old = self.random.random() < 0.5
         if has_old:
             (shutil.copytree if baseline.old.is_dir() else shutil.copy)(baseline.old, out)
         action: Callable[[], int] = partial(command.actions[1], out)
@@ -108,11 +159,11 @@ class Bench:
         problem = _check_ending(run, fault, baseline) or _check_leftovers(work, run)
         checks = _check_parts(command, baseline, out) if _continues(command) else ""
         outcome, wrong = (CONTINUED, checks) if _continues(command) else _compare(out, baseline, has_old)
-        problem = problem or wrong
-        if not problem and (_continues(command) or self.count % REPEAT_EVERY == 0):
+        problem = problem or wrong or _find_damage(_read_files_beside(out))
+        if not problem and (_continues(command) or is_repeated):
             problem = self._repeat(command, baseline, out, action)
         start = "over an old output" if has_old else "to a new path"
-        return Trial(name, fault, outcome, problem and f"{start}: {problem}: {run.output[-400:]}")
+        return outcome, problem and f"{start}: {problem}: {run.output[-400:]}"
 
     def _repeat(self, command: Command, baseline: Baseline, out: Path, action: Callable[[], int]) -> str:
         """Give the command again without a fault; returns what is wrong then."""
@@ -124,6 +175,8 @@ class Bench:
         if not _continues(command):
             outcome, problem = _compare(out, baseline, has_old=False)
             return problem or ("" if outcome == NEW else "given again it writes nothing")
+        if missing := [part for part in command.parts if not (out / part).exists()]:
+            return f"given again it does not write {missing[0]}"
         different = [one for one in command.results if (out / one).read_bytes() != (baseline.new / one).read_bytes()]
         return f"given again, {different[0]} differs" if different else _check_parts(command, baseline, out)
 
@@ -160,6 +213,12 @@ def read_files(path: Path) -> dict[str, bytes]:
     if not path.is_dir():
         return {path.suffix: path.read_bytes()} if path.exists() else {}
     return {one.relative_to(path).as_posix(): one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()}
+
+
+def _read_files_beside(out: Path) -> dict[str, bytes]:
+    """The contents of the other files in the folder of an output, such as a state to go on from."""
+    files = [path for path in out.parent.iterdir() if path.is_file() and path != out and path.suffix != ".tmp"]
+    return {path.name: path.read_bytes() for path in files}
 
 
 def _compare(out: Path, baseline: Baseline, has_old: bool) -> tuple[str, str]:

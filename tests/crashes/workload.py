@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -11,12 +12,14 @@ from typing import NamedTuple
 
 import headwise as hw
 from headwise import cli
+from headwise.bench import runner, session
+from headwise.bench.benchmark_case import TimingPace
 from headwise.cli.exit_status import run_guarded
 from headwise.data.vocabulary import ByteVocabulary
 from headwise.demo.sample_tour import TourScale, run_sample_tour
 
 GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256, "n_positions": 24}
-OUT = "OUT"
+OUT = "{OUT}"  # in arguments: the path of the output
 TEXTS = "the cat sat\non the mat\nand the dog\nlay by it\nall day long\nin the sun\nwhile birds\nsang songs\n"
 STUDY = """
 hypothesis = "A window of 3 recalls less than full attention"
@@ -47,11 +50,11 @@ Action = Callable[[Path], int]
 class Command(NamedTuple):
     """A command that writes to a path.
 
-    - `actions`: write an older and a newer output.
+    - `actions`: write an older and a newer output; the second starts without the state of the first.
     - `suffix`: of the file it writes; "" for a folder.
     - `results`: files by which a run that was continued is compared with one that was not; none if an output appears
       complete or not at all.
-    - `parts`: folders below the output that appear complete or not at all.
+    - `parts`: files and folders below the output, each of which appears complete or not at all.
     - `share`: how many of the kills it gets, relative to other commands.
     """
 
@@ -63,11 +66,14 @@ class Command(NamedTuple):
 
 
 def import_everything() -> None:
-    """Import all modules that commands use, so that forked processes need not."""
+    """Import all modules that commands use, so that forked processes need not; benchmarks take few samples."""
     for module in pkgutil.walk_packages(hw.__path__, "headwise."):
         if not module.name.startswith(("headwise.kernels", "headwise.__main__")):
             with suppress(ImportError):
                 importlib.import_module(module.name)
+    session.HEADER_SECONDS, session.MATRIX_SIZES["cpu"] = 0.01, 64
+    setattr(session.MachineLimits, "buffer_bytes", 2**20)  # noqa: B010 - a property
+    runner.TIMING_PACES[True] = TimingPace(max_seconds=0.05, max_spread=math.inf)
     for name in ("backends.backend_svg", "backends.backend_agg", "figure", "font_manager"):
         importlib.import_module(f"matplotlib.{name}")
 
@@ -104,6 +110,8 @@ def list_commands(folder: Path) -> Mapping[str, Command]:
         first, second = (_command(command, trace, *argv, "--overwrite") for trace in traces)
         return first, second
 
+    stateful = ("--state", f"{OUT}.state.json", "--rerank-every", "1")
+    measured = _command("bench", "qkv_projection:1 token", "--quick", "--out", OUT, "--overwrite")
     study = _command("study", str(folder / "study.toml"), "--jobs", "0", "--out", OUT)
     train = _command("train", "copy", "--out", OUT, "--resume", *TRAINING)
     plots, pages = (("--plot", OUT, "--overwrite"), ("--html", OUT, "--overwrite"))
@@ -115,8 +123,10 @@ def list_commands(folder: Path) -> Mapping[str, Command]:
         "heads": Command(with_texts("heads", model)),
         "heads --draw": Command(of_traces("heads", "--draw", "L0H0", "--out", OUT), share=2),
         "prune": Command(with_texts("prune", model, "--keep", "0.5", *fast), share=4),
+        "prune --budget": Command(with_texts("prune", model, "--budget", "parameters=0.9", *stateful, *fast), share=2),
         "prune --sweep": Command(with_texts("prune", model, "--sweep")),
         "convert": Command(with_texts("convert", model, "--kv", "1", *fast), share=4),
+        "bench": Command((measured, measured), parts=("bench.json", "bench.svg"), share=0.5),
         "learn --html": Command(both("learn", "000", *pages, old=("--lang", "en"), new=("--lang", "zh"))),
         "train": Command((train, train), results=("model.safetensors",), share=2),
         "study": Command((study, study), results=("results.jsonl",), parts=("report",), share=0.5),
@@ -125,7 +135,7 @@ def list_commands(folder: Path) -> Mapping[str, Command]:
 
 
 def _command(*argv: str) -> Action:
-    return lambda out: cli.main([str(out) if word == OUT else word for word in argv])
+    return lambda out: cli.main([word.replace(OUT, str(out)) for word in argv])
 
 
 def _tour(out: Path) -> int:

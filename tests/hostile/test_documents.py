@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import soak
 from support.hostile_documents import PARSERS
 from support.hostile_runs import FEW, MANY, count_inputs, try_input
 
@@ -40,3 +43,21 @@ def test_an_input_that_takes_too_long_is_a_failure():
 
     with pytest.raises(BaseException, match=r"not read within 0\.1 s"):
         try_input(PARSERS["pattern"]._replace(read=read, seconds=0.1), "a")
+
+
+def test_no_round_begins_after_the_time_limit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    now = [0.0]
+
+    def run(count: int, seed: int) -> Counter[str]:
+        now[0] += 10
+        return Counter(read=count)
+
+    monkeypatch.setattr(soak, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(soak, "list_rounds", lambda: dict.fromkeys("abc", run))
+    monkeypatch.setattr(soak, "FAULTS", {})
+    for seconds, expected in ((15.0, {"a": 5, "b": 5}), (0.0, {}), (35.0, {"a": 10, "b": 5, "c": 5})):
+        now[0] = 0.0
+        *_, counts = soak.run_rounds(seconds, 5, [])
+        assert {name: one["inputs"] for name, one in counts.inputs.items()} == expected
+        missing = "".join(f"{name}: not tried, because the time was over\n" for name in "abc" if name not in expected)
+        assert "".join(line for line in capsys.readouterr().err.splitlines(True) if "not tried" in line) == missing
