@@ -127,7 +127,7 @@ class Attention(HasParallelContext, nn.Module):
         with self.parallel.head_local_rng(self.training):
             gates = parts.gate_values(context, self.parallel.aux_losses(probe.aux_losses))
             q, k = parts.feature_map(core_q_BTHK, "q"), parts.feature_map(k_BSGK, "k")
-            core_context = context._replace(q_BTHK=core_q_BTHK)
+            core_context = QueryContext(x_BTD, core_q_BTHK, plan.scale, call.sequence)
             inputs = CoreInputs(q, k, v_BSGV, core_context, kv_entry, call.recurrent_state, gates)
             o_BTRV = self.attend(call, attention_mask, inputs)
         self._update_recurrent_state(call, inputs, kv_sequence)
