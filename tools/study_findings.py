@@ -27,7 +27,8 @@ PAGE = """# Study: {name}
 {report}"""
 ABOUT = (
     "This page is the report of the study [{name}](../../studies/{name}.toml), made from a stored run on one processor "
-    "core. The scale is small: {cells} models of {parameters} parameters, trained for {steps} steps each. A difference "
+    "core. The scale is small: {cells} models of {parameters} parameters, trained on {tasks} for {steps} steps each; "
+    "what the hypothesis says about other tasks was not run. A difference "
     "that is not significant here may be so with more seeds or longer training, and what is significant here is shown "
     "for this task and this size only. [Studies](../studies.md) explains the protocol."
 )
@@ -44,6 +45,7 @@ def write_page(name: str, runs: Path) -> Path:
     about = ABOUT.format(
         name=name,
         cells=len(results.cells),
+        tasks=" and ".join(study.tasks),
         parameters=" to ".join(dict.fromkeys((f"{min(sizes):,}", f"{max(sizes):,}"))),
         steps=" to ".join(f"{one:,}" for one in sorted({min(steps), max(steps)})),
     )

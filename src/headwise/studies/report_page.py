@@ -45,7 +45,7 @@ def render_page(report: StudyReport) -> str:
     study = report.results.study
     body = [
         f"<h1>{escape_html(study.name)}</h1>",
-        f'<p class="muted">{len(study.variants)} variants, {len(study.tasks)} tasks, {len(study.seeds)} seeds</p>',
+        f'<p class="muted">{len(study.variants)} variants, {", ".join(study.tasks)}, {len(study.seeds)} seeds</p>',
         f'<p class="hypothesis"><b>Hypothesis, stated before the runs.</b> {escape_html(study.hypothesis)}</p>',
         "<h2>What can be claimed</h2>",
         _list(report.claims, "claims"),

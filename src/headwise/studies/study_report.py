@@ -313,6 +313,7 @@ def list_claims(results: StudyResults, scores: Mapping[tuple[str, str], VariantS
     if len(study.seeds) < MIN_SEEDS_TO_CLAIM:
         yield f"With {len(study.seeds)} seeds no difference is claimed; give at least {MIN_SEEDS_TO_CLAIM}."
         return
+    count = sum(score.comparison is not None for score in scores.values())
     for task in study.tasks.values():
         compared = [score for (_, name), score in scores.items() if name == task.name and score.comparison]
         better, worse = [], []
@@ -335,6 +336,11 @@ def list_claims(results: StudyResults, scores: Mapping[tuple[str, str], VariantS
                 f"{task.name}: {others} of {len(compared)} variants show no significant difference from "
                 f"{study.baseline}; that does not prove them equal."
             )
+    if count > 1:
+        yield (
+            f"The study makes {count} comparisons of {len(study.seeds)} seeds each, so the clearest of them is only "
+            f"significant if its uncorrected p is below {SIGNIFICANCE / count:.2g}; large differences can miss that."
+        )
 
 
 def render_markdown(report: StudyReport) -> str:
