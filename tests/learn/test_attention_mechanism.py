@@ -198,6 +198,15 @@ def half_errors() -> dict:
 REFUSED = (
     "query [3, 5], key [11, 5], value [7, 5]: queries and keys need equal channels, keys and values equal other sizes"
 )
+
+
+def parameters_of_the_transformer() -> dict:
+    """Six encoder layers with one attention, six decoder layers with two; d = 512, hidden width 2048, biases."""
+    attention, feed, norm = 4 * 512**2 + 4 * 512, 2 * 512 * 2048 + 2048 + 512, 2 * 512
+    total = 6 * (attention + feed + 2 * norm) + 6 * (2 * attention + feed + 3 * norm)
+    return {"feed": 12 * feed / total, "attention": 18 * attention / total, "recurrent": 0}
+
+
 EXPECTED = {
     "003-1.2": unit_keys,
     "003-1.2b": lambda: {"attention": 81, "all": 81, "convolution": 9 * 3 - 2},
@@ -211,6 +220,7 @@ EXPECTED = {
     "003-3.1": lambda: {"difference": 0.0},
     "003-3.1b": ranks,
     "003-3.1c": lambda: {"difference": 0.0, "steps": 9},
+    "003-3.1d": parameters_of_the_transformer,
     "003-3.2": gradients,
     "003-4.1": table_of_layers,
     "003-4.1b": reversed_gru,
@@ -227,6 +237,7 @@ EXPECTED = {
     "003-5.2": checkpointed_ratio,
     "003-5.2b": shifted_encoding,
     "003-5.2c": lambda: {"spread": 0.0},
+    "003-5.2f": lambda: {"change": 0.0},
     "003-5.2d": lambda: {"naive": "nan", "stable": pytest.approx(1 / (1 + math.exp(-1)), rel=1e-4)},
     "003-5.2e": lambda: half_errors() | {"single": pytest.approx(0, abs=1e-5)},
 }
@@ -243,6 +254,7 @@ CHANGES = {
     "003-3.1": {"bias": 0.0},
     "003-3.1b": {"decoder_steps": 1},
     "003-3.1c": {"pattern": "full()"},
+    "003-3.1d": {"feed_forward": False},
     "003-3.2": {"update_bias": 20.0},
     "003-4.1": {"tokens": 256},
     "003-4.1b": {"rescale": False},
@@ -259,6 +271,7 @@ CHANGES = {
     "003-5.2": {"recompute": False},
     "003-5.2b": {"halves": "both"},
     "003-5.2c": {"rotary": False},
+    "003-5.2f": {"absolute": True},
     "003-5.2d": {"largest": 1.0},
     "003-5.2e": {"dtype": torch.float32},
 }

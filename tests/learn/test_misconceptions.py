@@ -10,7 +10,7 @@ import torch
 
 import headwise as hw
 from headwise.learn.sampled_tensors import make_layer, sample
-from headwise.viewer.bundled_sample import load_sample_model, load_sample_trace
+from headwise.viewer.bundled_sample import load_sample_model
 from support import learn_entries as learn
 from support.learn_entries import array, entropy, layer_output, layer_parts, softmax
 
@@ -45,32 +45,6 @@ def periods() -> dict:
         "distance": float(distance),
         "spacing": float(spacing),
     }
-
-
-def divergence(one: np.ndarray, other: np.ndarray) -> float:
-    """Jensen-Shannon divergence as the mean of two relative entropies."""
-    middle = (one + other) / 2
-
-    def relative(p: np.ndarray) -> np.ndarray:
-        return np.where(p > 0, p * np.log(np.maximum(p, 1e-300) / np.maximum(middle, 1e-300)), 0).sum(-1)
-
-    return float((relative(one) + relative(other)).mean() / 2)
-
-
-def heads_of_the_translator() -> dict:
-    trace, pairs, chance = load_sample_trace(), [], []
-    for layer in trace.layers:
-        if layer.kind == "attention" and layer.stack == "decoder":
-            continue
-        heads = [np.asarray(trace.head_weights(layer.name, head), dtype=float) for head in range(6)]
-        for one in range(6):
-            for other in range(one + 1, 6):
-                pairs.append(divergence(heads[one], heads[other]))
-                generator = torch.Generator().manual_seed(len(pairs))
-                order = torch.randperm(heads[other].shape[1], generator=generator).numpy()
-                chance.append(divergence(heads[one], heads[other][:, order]))
-    numbers = {"closest": min(pairs), "mean": float(np.mean(pairs)), "chance": float(np.mean(chance))}
-    return {name: pytest.approx(value, abs=1e-6) for name, value in numbers.items()} | {"pairs": len(pairs)}
 
 
 def smallest_dims() -> dict:
@@ -144,7 +118,7 @@ EXPECTED = {
         "dearer": 513,
         "serial": 512,
     },
-    "003-6.6": heads_of_the_translator,
+    "003-6.6": learn.heads_of_the_translator,
     "003-6.7": flipped_bit,
     "003-7.1": changed_queries,
     "003-7.2": coupled_heads,

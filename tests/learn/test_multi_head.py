@@ -173,7 +173,20 @@ def noisy_heads() -> dict:
 
 
 SIZES = "queries and keys need equal channels, keys and values equal other sizes"
+# Width and heads as printed: 1706.03762, GPT-2, GPT-3, BERT, LLaMA, Llama 3, DeepSeek-V3, gpt-oss, ViT.
+PUBLISHED = [(512, 8), (1024, 16), (768, 12), (12288, 96), (768, 12), (8192, 64), (4096, 32), (7168, 128)]
+PUBLISHED += [(2880, 64), (2880, 64), (768, 12)]
+
+
+def published_heads() -> dict:
+    """Pearson's correlation of mean ranks is Spearman's."""
+    ranks = [[np.mean(np.nonzero(np.sort(side) == one)[0]) for one in side] for side in np.array(PUBLISHED).T]
+    ends = {"models": 11, "narrowest": 512, "fewest": 8, "widest": 12288, "most": 96}
+    return ends | {"correlation": float(np.corrcoef(ranks)[0, 1])}
+
+
 EXPECTED = {
+    "002-0b": lambda: {"difference": 0.0, "steps": 9},
     "002-0": lambda: {"channels": 12, "width": 12, "per_head": 3},
     "002-1.1": diagonals,
     "002-1.3": lambda: {"changed": 1},
@@ -192,12 +205,15 @@ EXPECTED = {
     "002-2.3": lambda: {"difference": 0.0, "w_o": "15 x 12"},
     "002-2.3b": intensities,
     "002-2.3c": roofline,
+    "002-2.3d": lambda: {f"n{n}": 4 * n * 4096 / (4 * n * 4096 + 8 * 4096**2) for n in (512, 4096, 32768)},
     "002-2.4": most_different_heads,
     "002-2.5": shared_space,
     "002-2.5b": energy_share,
     "002-2.5c": lambda: {"difference": 0.0},
     "002-2.6": own_weight,
     "002-2.6c": positional,
+    "002-2.6j": learn.heads_of_the_translator,
+    "002-2.6k": published_heads,
     "002-2.6d": by_depth,
     "002-2.6e": spreads,
     "002-2.6g": lambda: {"either": 1.0, "fixed": 0.5},
@@ -208,6 +224,7 @@ EXPECTED = {
 }
 CHANGES = {
     "002-0": {"cut": True},
+    "002-0b": {"pattern": "full()"},
     "002-1.1": {"tied": True},
     "002-1.3": {"kv": 1},
     "002-2.1": {"key": 5},
@@ -225,11 +242,14 @@ CHANGES = {
     "002-2.3": {"own_projection": False},
     "002-2.3b": {"group": 1, "dtype_bytes": 4.0},
     "002-2.3c": {"batch": 128},
+    "002-2.3d": {"pattern": "window(64)"},
     "002-2.4": {"same": True},
     "002-2.5": {"heads": 1},
     "002-2.5c": {"mixing": "ones"},
     "002-2.6": {"tied": True},
     "002-2.6c": {"shares": (0.9, 0.8, 0.1)},
+    "002-2.6j": {"trace_heads": False},
+    "002-2.6k": {"heads": 8},
     "002-2.6d": {"shares": (0.1, 0.2, 0.1, 0.2)},
     "002-2.6e": {"reverse": True},
     "002-2.6g": {"alternate": False},

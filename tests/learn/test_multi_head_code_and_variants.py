@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +13,12 @@ import torch
 import headwise as hw
 from headwise.learn import multi_head_code
 from headwise.learn.sampled_tensors import make_layer, sample
+from headwise.viewer import bundled_sample
 from support import learn_entries as learn
 from support.learn_entries import array, layer_output, softmax
 
 ENTRIES = learn.entries_of("002")
+SAMPLE = json.loads(Path(bundled_sample.MEASURES).read_text())
 
 
 def masked_causal_change() -> dict:
@@ -48,6 +52,22 @@ def composed_cost() -> dict:
     return {"share": (maps + qk_norms) / (4 * d * d), "identity": 0.0}
 
 
+def cross_alignment() -> dict:
+    """From the stored measures: heads whose classes include alignment, and the best 1 - AER of both conventions."""
+    heads = [head for head in SAMPLE["heads"] if head["site"].endswith("cross")]
+    scores = [head["measures"][f"alignment {row}"] for head in heads for row in ("input", "target")]
+    best = max(scores, key=lambda score: score["value"])
+    aligned = sum("alignment" in {one["name"] for one in head["classes"]} for head in heads)
+    return {"aligned": aligned, "heads": 18, "best": best["value"], "chance": best["chance"]}
+
+
+def balance() -> dict:
+    """Six rotations of one row of scores are even; one row with scores 3, 2, 1, 0, 0, 0 chooses the first three."""
+    row = softmax(np.array([3.0, 2, 1, 0, 0, 0]))
+    return {"even": 6 * (1 / 6) * (3 / 6), "same": float(row[:3].sum())}
+
+
+TALKING = '{part = "TalkingHeads", on = "scores"}'
 REFUSED = "mask [2, 5, 12] does not broadcast to [2, 3, 5, 5]; give it one of these sizes, or 1"
 EXPECTED = {
     "002-3.1": hidden_row,
@@ -58,9 +78,15 @@ EXPECTED = {
     "002-3.2f": lambda: {"scores": "5 x 8 x 10 x 10", "output": "5 x 8 x 10 x 64", "merged": 8 * 64},
     "002-3.2g": lambda: {"contiguous": "False", "transposed": "True"},
     "002-3.2h": lambda: {"right": "2 x 5 x 12", "message": REFUSED},
+    "002-3.2i": lambda: {"input": "2 x 5 x 12", "heads": "2 x 5 x 15"},
+    "002-3.2j": lambda: {"difference": pytest.approx(0, abs=1e-5), "heads": 8},
     "002-3.3": lambda: {"difference": 0.0},
     "002-3.3b": masked_causal_change,
     "002-3.3c": changed_memory,
+    "002-3.3d": cross_alignment,
+    "002-4.1b": lambda: {"change": 0.0},
+    "002-4.2c": balance,
+    "002-4.3f": lambda: {"difference": 0.0},
     "002-4.1": lambda: {"used": 4 + 2, "own": 4, "concat": 3 * 6, "w_o": "18 x 12"},
     "002-4.2": lambda: {"extra": (8 + 2) * 512, "formula": (8 + 2) * 512, "plain": 4 * 512**2},
     "002-4.2b": lambda: {"heads": 8, "fewest": 2 + 3, "most": 2 + 3},
@@ -79,9 +105,15 @@ CHANGES = {
     "002-3.2f": {"tokens": 64},
     "002-3.2g": {"transposed": True},
     "002-3.2h": {"width": 5},
+    "002-3.2i": {"with_output": False},
+    "002-3.2j": {"heads": 1},
     "002-3.3": {"same": False},
     "002-3.3b": {"pattern": "full()"},
     "002-3.3c": {"cut": True},
+    "002-3.3d": {"role": "attention"},
+    "002-4.1b": {"modifiers": TALKING},
+    "002-4.2c": {"collapsed": False},
+    "002-4.3f": {"with_output": False},
     "002-4.1": {"overlap": 0},
     "002-4.2": {"router": "norm"},
     "002-4.2b": {"active": 6},
@@ -95,7 +127,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("id", EXPECTED)
 def test_numbers_and_verdict(id: str):
-    extra = {"flops"} if id == "002-4.3" else set()
+    extra = {"002-4.3": {"flops"}, "002-3.2j": {"ratio"}}.get(id, set())
     learn.check_entry(ENTRIES[id], EXPECTED[id](), counted_elsewhere=extra)
 
 
@@ -107,6 +139,10 @@ def test_verdict_follows_the_input(id: str):
 def test_composition_adds_work_in_proportion_to_its_parameters():
     numbers = ENTRIES["002-4.3"].check().numbers
     assert numbers["share"] < numbers["flops"] < 2 * numbers["share"]
+
+
+def test_a_loop_over_heads_takes_longer():
+    assert ENTRIES["002-3.2j"].check().numbers["ratio"] > 1.2
 
 
 def test_the_figure_of_the_steps_has_every_number():

@@ -12,6 +12,7 @@ import torch
 
 from headwise.learn.catalogue import load_documents
 from headwise.learn.entry import Entry
+from headwise.viewer.bundled_sample import load_sample_trace
 
 Numbers = Mapping[str, Any]
 Expected = Mapping[str, Callable[[], Numbers]]
@@ -110,3 +111,30 @@ def derivative(function: Callable[[np.ndarray], np.ndarray], x: np.ndarray, step
         change = change.reshape(x.shape)
         columns.append((function(x + change) - function(x - change)).ravel() / (2 * step))
     return np.stack(columns, 1)
+
+
+def divergence(one: np.ndarray, other: np.ndarray) -> float:
+    """Jensen-Shannon divergence as the mean of two relative entropies."""
+    middle = (one + other) / 2
+
+    def relative(p: np.ndarray) -> np.ndarray:
+        return np.where(p > 0, p * np.log(np.maximum(p, 1e-300) / np.maximum(middle, 1e-300)), 0).sum(-1)
+
+    return float((relative(one) + relative(other)).mean() / 2)
+
+
+def heads_of_the_translator() -> dict:
+    """Divergence of pairs of heads in the layers of the bundled translator, and with the keys of one permuted."""
+    trace, pairs, chance = load_sample_trace(), [], []
+    for layer in trace.layers:
+        if layer.kind == "attention" and layer.stack == "decoder":
+            continue
+        heads = [np.asarray(trace.head_weights(layer.name, head), dtype=float) for head in range(6)]
+        for one in range(6):
+            for other in range(one + 1, 6):
+                pairs.append(divergence(heads[one], heads[other]))
+                generator = torch.Generator().manual_seed(len(pairs))
+                order = torch.randperm(heads[other].shape[1], generator=generator).numpy()
+                chance.append(divergence(heads[one], heads[other][:, order]))
+    numbers = {"closest": min(pairs), "mean": float(np.mean(pairs)), "chance": float(np.mean(chance))}
+    return {name: pytest.approx(value, abs=1e-6) for name, value in numbers.items()} | {"pairs": len(pairs)}

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from .. import costs
 from ..costs.complexity import ComplexityTable, LayerSizes
 from ..interfaces.core_types import Probe
+from ..masking.sequence_info import SequenceInfo
 from ..nn.attention import Attention
 from ..nn.position_embeddings import sinusoidal_table
 from ..nn.tensor_attention import attend
@@ -279,3 +280,16 @@ def log_sum_exp(*, largest: float = 1000.0) -> Outcome:
     stable = (scores - scores.logsumexp(-1)).exp()
     numbers = {"naive": str(float(naive[0])), "stable": float(stable[0])}
     return judge(bool(naive.isnan().any()) and not stable.isnan().any(), **numbers)
+
+
+def relative_positions(*, absolute: bool = False) -> Outcome:
+    """Change of the outputs if all tokens move by 100 positions: a bias by distance in the scores, or sinusoids."""
+    modifiers = "" if absolute else 'modifiers = [{part = "Alibi"}]'
+    layer = make_layer(from_toml(f'model = 16\nheads = {{q = 2, dim = 8}}\npattern = "causal()"\n{modifiers}'))
+    x, outputs = sample(1, 1, 9, 16), []
+    for start in (0, 100):
+        positions = torch.arange(start, start + 9)
+        tokens = SequenceInfo(positions[None], torch.zeros(1, 9, dtype=torch.long))
+        outputs.append(layer(x + sinusoidal_table(positions, 16) if absolute else x, sequence=tokens).detach())
+    change = largest_difference(*outputs)
+    return judge(change < 1e-12, change=change)

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import costs
+from ..costs.flops import parameter_terms
+from ..families import read_model_spec
 from ..nn.tensor_attention import attend
 from ..presets import design, from_toml
 from .entry import Outcome, judge, judge_condition
@@ -191,3 +193,15 @@ def parallel_equals_sequential(*, pattern: str = "causal()") -> Outcome:
     steps = torch.cat([layer(x[:, : t + 1])[:, -1:].detach() for t in range(9)], 1)
     difference = largest_difference(whole, steps)
     return judge(difference < 1e-12, difference=difference, steps=9)
+
+
+def only_attention(*, feed_forward: bool = True) -> Outcome:
+    """Shares of attention and feed-forward layers in the parameters of the Transformer (base), and its recurrences."""
+    model = read_model_spec("transformer-base")
+    terms = parameter_terms(model).terms
+    layers = [term for term in terms if "*" in term.name and (feed_forward or ".feed" not in term.name)]
+    total = sum(term.value for term in layers)
+    feed = sum(term.value for term in layers if ".feed." in term.name) / total
+    attention = sum(term.value for term in layers if ".attention." in term.name or ".cross." in term.name) / total
+    recurrent = sum(spec.is_recurrent for _, spec in model.attention_specs())
+    return judge_condition(recurrent == 0, feed == 0, feed=feed, attention=attention, recurrent=recurrent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from .. import costs
 from ..head_analysis.head_circuits import get_circuits
@@ -12,6 +13,7 @@ from ..interfaces.core_types import Probe
 from ..presets import design, from_toml
 from ..viewer.bundled_sample import load_sample_model
 from .entry import Outcome, judge
+from .parameters_and_scaling import change_by_other_heads
 from .sampled_tensors import largest_difference, make_layer, sample
 
 
@@ -30,6 +32,12 @@ def overlapping_heads(*, overlap: int = 1) -> Outcome:
     return judge(used > 4, used=used, own=4, concat=width, w_o=f"{columns[1]} x {columns[0]}")
 
 
+def heads_do_not_exchange(*, modifiers: str = "") -> Outcome:
+    """Change of the first head's output when queries and keys of the other heads are replaced, relative to it."""
+    change = change_by_other_heads(modifiers)
+    return judge(change == 0, change=change)
+
+
 def router_parameters(*, router: str = "learned") -> Outcome:
     """Parameters of a mixture of heads beyond those of MHA, at d = 512 with 8 heads, 2 of them always active."""
     text = f'modifiers = [{{part = "Routed", always = 2, active = 3, router = "{router}"}}]'
@@ -46,6 +54,24 @@ def active_heads(*, active: int = 3) -> Outcome:
     counts = (layer.head_outputs(x).detach().abs().amax(-1) > 0).sum(-1)[0]
     fewest, most = int(counts.min()), int(counts.max())
     return judge(fewest == most < 8, fewest=fewest, most=most, heads=8)
+
+
+def balance_loss(*, collapsed: bool = True) -> Outcome:
+    """Sum of P_i f_i over 6 routed heads, of which 3 are chosen: even routing, and tokens that choose the same heads.
+
+    P_i is the mean probability of head i, f_i the fraction of tokens that chose it.
+    """
+    even = torch.eye(6, dtype=torch.float64).repeat(4, 1)
+    even = 3 * even + 2 * even.roll(1, 1) + even.roll(2, 1)
+    same = torch.tensor([3.0, 2, 1, 0, 0, 0], dtype=torch.float64).expand(24, 6)
+    numbers = {"even": _balance(even), "same": _balance(same if collapsed else even)}
+    return judge(numbers["same"] > numbers["even"], **numbers)
+
+
+def _balance(scores: Tensor) -> float:
+    """Sum of mean probability times fraction of tokens, with three heads for each token."""
+    chosen = torch.zeros_like(scores).scatter(-1, scores.topk(3).indices, 1.0)
+    return float((scores.softmax(-1).mean(0) * chosen.mean(0)).sum())
 
 
 def composition_cost(*, dynamic: bool = True) -> Outcome:
@@ -118,3 +144,15 @@ def circuits_of_a_model(*, site: str = "decoder.1.cross") -> Outcome:
     computed = probe.tensors["scores"][0, 0].detach()
     difference = largest_difference(scores, computed) / float(computed.abs().max())
     return judge(difference < 1e-4, difference=difference, model=circuits.spec.model, rank=head.left.shape[1])
+
+
+def value_output_circuit(*, with_output: bool = True) -> Outcome:
+    """What a head adds to the residual stream against A x W_V W_O; without the output matrix, against A x W_V."""
+    layer, x, probe = make_layer(design(model=12, heads=3, vdim=12)), sample(1, 1, 7, 12), Probe("weights")
+    only_first = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)[:, None]
+    written = layer.merge_heads(layer.head_outputs(x) * only_first)[0].detach()
+    layer(x, probe=probe)
+    state = layer.state_dict()
+    circuit = state["project.v"][:12].T @ state["output.o"][:, :12].T if with_output else state["project.v"][:12].T
+    difference = largest_difference(probe.tensors["weights"][0, 0].detach() @ x[0] @ circuit, written)
+    return judge(difference < 1e-12, difference=difference)

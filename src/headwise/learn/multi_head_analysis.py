@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from .. import costs
 from ..costs.roofline import Device
+from ..families import read_model_spec
+from ..families.published_models import PUBLISHED_MODELS
 from ..head_analysis.rank_analysis import measure_qk_spectra
 from ..nn import head_axis_ops
 from ..nn.attention import Attention
@@ -18,10 +20,11 @@ from ..viewer.bundled_sample import load_sample_model, load_sample_table, load_s
 from .attention_mechanism import multi_head_formula
 from .entry import Outcome, judge, judge_condition
 from .matrix_figures import draw_heads
+from .misconceptions import redundant_heads
 from .parameters_and_scaling import robust_to_corrupted_heads
 from .sampled_tensors import largest_difference, make_layer, sample
 
-__all__ = ["multi_head_formula", "robust_to_corrupted_heads"]
+__all__ = ["multi_head_formula", "redundant_heads", "robust_to_corrupted_heads"]
 
 
 def _entropy(weights: Tensor) -> Tensor:
@@ -64,6 +67,16 @@ def _decode_intensity(batch: int) -> float:
     work = costs.self_attention_work(spec, batch=batch, queries=1, past=1023)
     core = costs.required_flops(spec, work) - 2 * batch * costs.count_parameters(spec)
     return core / (2 * batch * 1024 * costs.cached_numbers_per_token(spec))
+
+
+def share_of_cores(*, pattern: str = "causal()") -> Outcome:
+    """Share of scores and values in the FLOPs of a decode step at d = 4096, by length of the context."""
+    spec, numbers = design(model=4096, heads=32, pattern=pattern), dict[str, float]()
+    for tokens in (512, 4096, 32768):
+        work = costs.self_attention_work(spec, batch=1, queries=1, past=tokens - 1)
+        flops = costs.required_flops(spec, work)
+        numbers[f"n{tokens}"] = 1 - 2 * costs.count_parameters(spec) / flops
+    return judge(numbers["n512"] < numbers["n4096"] < numbers["n32768"], **numbers)
 
 
 # --- Section 2.4: two heads ----------------------------------------------------------------------------
@@ -127,6 +140,25 @@ def concat_is_a_special_case(*, mixing: str = "blocks") -> Outcome:
 
 
 # --- Section 2.6: what heads do ------------------------------------------------------------------------
+
+
+def heads_by_width(*, heads: int | None = None) -> Outcome:
+    """Rank correlation of width and number of heads in the published models; `heads` gives all of them that many."""
+    specs = [next(iter(read_model_spec(name).attention_specs()))[1] for name in PUBLISHED_MODELS]
+    sizes = sorted((spec.model, heads or spec.heads.q) for spec in specs)
+    correlation = _rank_correlation(*zip(*sizes, strict=True))
+    numbers = {"narrowest": sizes[0][0], "fewest": sizes[0][1], "widest": sizes[-1][0], "most": sizes[-1][1]}
+    return judge(correlation > 0.5, models=len(sizes), correlation=correlation, **numbers)
+
+
+def _rank_correlation(first: Sequence[int], second: Sequence[int]) -> float:
+    """Spearman's correlation; equal values have their mean rank. 0 if one side is constant."""
+    values = torch.tensor([first, second], dtype=torch.float64)
+    lower, equal = (values[:, None] < values[..., None]), (values[:, None] == values[..., None])
+    ranks = lower.sum(-1) + equal.sum(-1) / 2
+    centred = ranks - ranks.mean(-1, keepdim=True)
+    norms = centred.norm(dim=-1)
+    return float(centred[0] @ centred[1] / norms.prod()) if norms.all() else 0.0
 
 
 def few_heads_attend_to_themselves(*, tied: bool = False) -> Outcome:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from ..nn.multihead_attention import MultiHeadAttention
 from ..nn.op_trace import walk
 from ..presets import design
+from ..viewer.bundled_sample import load_sample_table
 from .attention_mechanism import causal_mask
 from .entry import Outcome, judge, judge_condition
 from .kernel_lookup import cross_attention, one_source_or_two
@@ -19,6 +22,7 @@ from .sampled_tensors import largest_difference, make_layer, sample
 __all__ = ["causal_mask", "cross_attention", "one_source_or_two"]
 
 Shape = tuple[int, ...]
+ALIGNMENT = ("alignment input", "alignment target")  # 1 - AER of the row that reads, or predicts, a target word
 
 
 class HarvardAttention(nn.Module):
@@ -167,3 +171,58 @@ def encoder_layer(*, same: bool = True) -> Outcome:
     other = x if same else sample(2, 1, 7, 12)
     difference = largest_difference(ours(x, other, other).detach(), layer(x).detach())
     return judge(difference < 1e-12, difference=difference)
+
+
+def output_shape(*, with_output: bool = True) -> Outcome:
+    """Shapes of input, concatenated heads and output of a layer with d_v = 5; without W_O the heads are the output."""
+    layer, x = make_layer(design(model=12, heads=3, vdim=5)), sample(1, 2, 5, 12)
+    heads = layer.head_outputs(x).flatten(-2).detach()
+    output = layer(x).detach() if with_output else heads
+    shapes = {name: " x ".join(map(str, each.shape)) for name, each in (("input", x), ("heads", heads))}
+    return judge(output.shape == x.shape, **shapes)
+
+
+def one_product_or_many(*, heads: int = 8) -> Outcome:
+    """Time of the attention of 5 rows of 10 tokens of width 512 with all heads at once, and head by head in a loop."""
+    x = sample(1, 5, 10, 512).float()
+    matrices = [sample(seed, 512, 512).float() / 23 for seed in (2, 3, 4)]
+
+    def at_once() -> Tensor:
+        q, k, v = ((x @ matrix).unflatten(-1, (heads, -1)).transpose(1, 2) for matrix in matrices)
+        return (_weights(q, k) @ v).transpose(1, 2).flatten(2)
+
+    def in_a_loop() -> Tensor:
+        outputs = []
+        for parts in zip(*(matrix.chunk(heads, 1) for matrix in matrices), strict=True):
+            q, k, v = (x @ part for part in parts)
+            outputs.append(_weights(q, k) @ v)
+        return torch.cat(outputs, -1)
+
+    difference, ratio = largest_difference(at_once(), in_a_loop()), _fastest(in_a_loop) / _fastest(at_once)
+    return judge(ratio > 1.2, ratio=ratio, difference=difference, heads=heads)
+
+
+def _weights(q: Tensor, k: Tensor) -> Tensor:
+    return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
+
+
+def _fastest(run: Callable[[], Tensor], repeats: int = 60) -> float:
+    """Processor time of the fastest of several runs, in seconds."""
+    times = []
+    for _ in range(repeats):
+        start = time.process_time_ns()
+        for _ in range(5):
+            run()
+        times.append(time.process_time_ns() - start)
+    return min(times) / 5e9
+
+
+def cross_heads_align(*, role: str = "cross") -> Outcome:
+    """Heads of the bundled translator's cross-attention that align words, by the stored measurement."""
+    table = load_sample_table()
+    heads = [head for head in table.heads if head.site.endswith(role)]
+    aligned = [head for head in heads if any(one.name == "alignment" for one in head.classes)]
+    scores = [head.measures[name] for head in heads for name in ALIGNMENT if name in head.measures]
+    best = max(scores, key=lambda score: score.value) if scores else None
+    numbers = {"best": best.value, "chance": best.chance} if best else {"best": 0.0, "chance": 0.0}
+    return judge(len(aligned) > len(heads) / 2, aligned=len(aligned), heads=len(heads), **numbers)

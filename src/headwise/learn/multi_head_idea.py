@@ -11,13 +11,14 @@ from torch import Tensor
 from .. import costs
 from ..presets import design
 from ..viewer.bundled_sample import load_sample_trace
+from .attention_mechanism import parallel_equals_sequential
 from .entry import Outcome, judge, judge_condition
 from .misconceptions import not_an_ensemble
 from .parameters_and_scaling import equal_widths_needed
 from .sampled_tensors import largest_difference, make_layer, sample
 from .self_attention_basics import heads_share_weights
 
-__all__ = ["equal_widths_needed"]
+__all__ = ["equal_widths_needed", "parallel_equals_sequential"]
 
 
 def embedding_in_pieces(*, cut: bool = False) -> Outcome:

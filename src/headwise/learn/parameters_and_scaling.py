@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import costs
 from ..nn.tensor_attention import attend
-from ..presets import design
+from ..presets import design, from_toml
 from .entry import Outcome, judge, judge_condition
 from .sampled_tensors import largest_difference, make_layer, sample
 
@@ -149,6 +149,23 @@ def different_patterns(*, tied: bool = False) -> Outcome:
 
 def _entropy(weights: Tensor) -> Tensor:
     return -(weights * weights.clamp(min=1e-300).log()).sum(-1)
+
+
+def heads_interact(*, modifiers: str = "") -> Outcome:
+    """Change of the first head's output when queries and keys of the other heads are replaced, relative to it."""
+    change = change_by_other_heads(modifiers)
+    return judge(change > 0, change=change)
+
+
+def change_by_other_heads(modifiers: str) -> float:
+    """Largest change of the output of head 0 of 3 if the others have new query and key projections, relative to it."""
+    layer = make_layer(from_toml(f"model = 12\nheads = {{q = 3, dim = 4}}\nmodifiers = [{modifiers}]"))
+    x = sample(1, 1, 7, 12)
+    before = layer.head_outputs(x)[0, :, 0].detach()
+    with torch.no_grad():
+        for side in "qk":
+            layer.get_parameter(f"project.{side}")[4:] = sample(2, 8, 12)
+    return largest_difference(layer.head_outputs(x)[0, :, 0].detach(), before) / float(before.abs().max())
 
 
 def four_axis_listing(*, scale_power: float = 0.5) -> Outcome:
