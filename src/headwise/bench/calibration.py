@@ -48,6 +48,7 @@ MIN_SAMPLE_SECONDS, MIN_ROUNDS, MAX_ROUNDS = 0.004, 2, 40
 NOISE = 0.04  # share of its time by which the own path may be slower without ending a range in which it is faster
 HEADS, HEAD_DIM, MODEL_WIDTH = 8, 64, 32  # narrow models with wide heads, so that the core dominates
 COLD_BYTES = 2**26  # weights of a product are read from memory, as in a decode step of a model
+MAX_COLD_TOKENS = 16  # products of more tokens use every weight so often that caches decide nothing
 PathPair = tuple[TimedCall, TimedCall]
 
 
@@ -134,7 +135,7 @@ def measurements() -> dict[str, PointMeasurement]:
             (2**16, 2**18, 2**20, 2**22), lambda size, dtype=dtype: _product_call(size, 4, dtype)
         )
         points[f"gemm_tokens_{label}"] = PointMeasurement(
-            (2, 4, 8, 16, 64, 256, 1024), lambda size, dtype=dtype: _product_call(2**22, size, dtype)
+            (2, 4, 8, 16, 64, 256, 1024, 8192), lambda size, dtype=dtype: _product_call(2**22, size, dtype)
         )
     return {name: points[name] for name in POINT_NAMES if has_kernels() or name in KERNEL_FREE_POINTS}
 
@@ -175,11 +176,12 @@ def _decode_call(nbytes: int, dtype: torch.dtype) -> TimedCall:
 
 
 def _product_call(nbytes: int, tokens: int, dtype: torch.dtype) -> TimedCall:
-    """Products of a few tokens with matrices of this many bytes, one after the other until caches are full."""
+    """Products of tokens with matrices of this many bytes; with a few tokens, of more matrices than fit in caches."""
     torch.manual_seed(0)
     width = 512 if nbytes <= 2**20 else 1024
     rows = nbytes // (width * dtype.itemsize)
-    weights = [torch.randn(rows, width).to(dtype) for _ in range(max(1, min(64, COLD_BYTES // nbytes)))]
+    count = max(1, min(64, COLD_BYTES // nbytes)) if tokens <= MAX_COLD_TOKENS else 1
+    weights = [torch.randn(rows, width).to(dtype) for _ in range(count)]
     x = torch.randn(tokens, width).to(dtype)
 
     def run() -> list[Tensor]:
