@@ -7,7 +7,15 @@ import torch
 
 import headwise as hw
 from headwise import costs
-from headwise.backends import BACKENDS, CallSignature
+from headwise.backends import (
+    BACKENDS,
+    CallSignature,
+    bf16_matmul,
+    block_sparse,
+    dispatch,
+    linear_attention,
+    query_blocks,
+)
 from headwise.nn.call_validation import PositionLimit
 from support import layer_cases as cases
 from support.layer_cases import EXAMPLES, check_close
@@ -16,12 +24,30 @@ from support.layer_checks import decode_in_chunks, layer_gradients, saved_bytes,
 BLOCKED = {
     name: backend.boundary_lengths() for name, backend in BACKENDS.items() if hasattr(backend, "boundary_lengths")
 }
+BLOCK = 16  # queries or tokens of a block in these tests, where a backend has 128
+BLOCK_LENGTHS = (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3)
+SMALL_BLOCKS = {
+    "chunked": BLOCK_LENGTHS,
+    "block_sparse": BLOCK_LENGTHS,
+    "linear": BLOCK_LENGTHS,
+    "bf16_matmul": (*BLOCK_LENGTHS, 4 * BLOCK + 1),
+}
+FULL_SIZE = ("Softmax0", "PerHead1", "TalkingHeads0", "FeatureMap2")  # examples whose blocks have their own size
 
 
-def lengths(spec, backend):
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 16: the same boundaries in shorter sequences. Tiles of kernels are compiled and keep their size."""
+    for module in (query_blocks, block_sparse, bf16_matmul, dispatch):
+        monkeypatch.setattr(module, "QUERY_BLOCK_SIZE", BLOCK)
+    monkeypatch.setattr(bf16_matmul, "MAX_SAVED_KEYS", 4 * BLOCK)
+    monkeypatch.setattr(linear_attention, "CHUNK_SIZE", BLOCK)
+
+
+def lengths(spec, counts):
     """Those where a block ends, as far as the spec knows positions."""
     limit = PositionLimit.of(spec)
-    return [count for count in BLOCKED[backend] if limit is None or count + 2 <= limit.max_positions]
+    return [count for count in counts if limit is None or count + 2 <= limit.max_positions]
 
 
 def filled(x):
@@ -35,12 +61,22 @@ def filled(x):
 
 @pytest.mark.parametrize("backend", BLOCKED)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_blocks_end_where_they_should(name, backend):
-    spec = EXAMPLES[name]
+def test_blocks_end_where_they_should(name, backend, small_blocks):
+    check_blocks(EXAMPLES[name], backend, SMALL_BLOCKS.get(backend, BLOCKED[backend]))
+
+
+@pytest.mark.parametrize("backend", ["chunked", "block_sparse", "linear"])
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_blocks_of_full_size_end_where_they_should(name, backend):
+    check_blocks(EXAMPLES[name], backend, BLOCKED[backend])
+
+
+def check_blocks(spec, backend, counts):
+    """Output and gradients are those of dense, at each length."""
     if backend not in cases.supporting_backends(spec, needs_grad=True):
         pytest.skip(f"{backend} refuses it")
     layer = cases.layer(spec)
-    for count in lengths(spec, backend):
+    for count in lengths(spec, counts):
         x = torch.randn(2, count, spec.model, dtype=torch.float64, requires_grad=True)
         z = None if spec.source is None else torch.randn(2, count + 2, spec.source, dtype=torch.float64)
         for tokens in filled(x):
@@ -56,14 +92,14 @@ def test_blocks_end_where_they_should(name, backend):
 
 @pytest.mark.parametrize("backend", BLOCKED)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_blocks_are_counted_as_torch_counts_them(name, backend):
+def test_blocks_are_counted_as_torch_counts_them(name, backend, small_blocks):
     spec = EXAMPLES[name]
     if backend not in cases.supporting_backends(spec, dtype=torch.float32) or spec.source is not None:
         pytest.skip(f"{backend} refuses it" if spec.source is None else "counted with one block in test_counts.py")
     if backend == "routed":
         pytest.skip("what it runs is for the gates to say; counted where these are known, in test_routed_backend.py")
     layer = cases.layer(spec, torch.float32, backend)
-    for count in lengths(spec, backend):
+    for count in lengths(spec, SMALL_BLOCKS.get(backend, BLOCKED[backend])):
         x = torch.randn(2, count, spec.model)
         work, job = costs.self_attention_work(spec, batch=2, queries=count), CallSignature(spec, spec.core)
         if hasattr(BACKENDS[backend], "count_formed_pairs"):
