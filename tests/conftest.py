@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import random
+import subprocess
+import sys
 import zlib
 from collections import defaultdict
 from pathlib import Path
@@ -105,6 +109,26 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip("there is no folder `shared` beside the checkout")
     return folder
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders are loaded with transformers in this process: one of their own takes seconds to begin."""
+    from headwise.surgery.hf_export import load_check
+
+    run_loader = load_check._run_loader
+
+    def run_here(command: list[str]) -> load_check.LoadCheck:
+        program, output = command[4].replace('sys.modules["headwise"] = None', ""), io.StringIO()
+        with monkeypatch.context() as patch, contextlib.redirect_stdout(output):
+            patch.setattr(sys, "argv", ["-c", *command[5:]])
+            exec(compile(program, "driver", "exec"), {})
+        done = subprocess.CompletedProcess(command, 0, output.getvalue(), "")
+        with monkeypatch.context() as patch:
+            patch.setattr(load_check.subprocess, "run", lambda *_, **__: done)
+            return run_loader(command)
+
+    monkeypatch.setattr(load_check, "_run_loader", run_here)
 
 
 # --- what runs -----------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def run_command(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int,
 
 @pytest.mark.parametrize(("name", "kind"), [("ours", "ours"), ("llama", "transformers")])
 def test_one_command_converts_and_verifies_a_model(
-    name: str, kind: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, kind: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], here: None
 ):
     out = tmp_path / "out"
     code, stdout, err = run_command(

@@ -65,8 +65,14 @@ FAST = ("--seconds", "0.05", "--length", "8")
 
 @pytest.mark.parametrize("name", ["ours", *KINDS])
 def test_one_command_prunes_and_verifies_a_model(
-    name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ):
+    if name != "gpt2":  # the one that is loaded in a process of its own
+        request.getfixturevalue("here")
     texts, out = folders["pairs" if name in ("t5", "bart") else "texts"], tmp_path / "out"
     per = "stack" if name == "t5" else "layer"
     code, stdout, err = run_command(

@@ -73,19 +73,37 @@ def test_the_table_has_every_family():
     assert set(RESULTS) | NOT_LOADED == set(FAMILIES)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", RESULTS)
-def test_a_converted_model_is_a_folder_or_a_refusal(family: str, form: str, tmp_path: Path, here: None):
-    expected = RESULTS[family][list(FORMS).index(form)]
+@pytest.fixture(scope="module", params=RESULTS)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def source(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of transformers."""
+    folder = tmp_path_factory.mktemp("source")
     torch.manual_seed(0)
-    FAMILIES[family].build("eager").save_pretrained(tmp_path / "source")
-    net = hw.load(tmp_path / "source")
+    FAMILIES[family].build("eager").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def net(source: Path) -> torch.nn.Module:
+    """The model of that folder; conversions copy it."""
+    return hw.load(source)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_converted_model_is_a_folder_or_a_refusal(
+    family: str, form: str, source: Path, net: Any, tmp_path: Path, here: None
+):
+    expected = RESULTS[family][list(FORMS).index(form)]
     if expected not in (PLAIN, RESIZED, OURS):
         with pytest.raises(SpecError, match=expected):
             hw.convert(net, FORMS[form])
         return
     done = hw.convert(net, FORMS[form])
-    written = write_model_folder(done.after, tmp_path / "source", tmp_path / "new", {"operation": "convert"})
+    written = write_model_folder(done.after, source, tmp_path / "new", {"operation": "convert"})
     assert written.kind == expected, written.summary
     loaded = hw.load(tmp_path / "new").state_dict()
     for name, tensor in done.after.state_dict().items():
@@ -98,12 +116,13 @@ OTHER_FORMS: dict[str, AttentionConversion] = {
     "two aligned ones": Pool(2, align="both"),
     "two of similar ones": Pool(2, grouping="similar"),
 }
-ONE_FOR_EACH = "Latent needs one key-value head per query head, not kv=2; use kv=4"
-ORDER = "cannot reorder heads"
 OTHER_REFUSALS = {
-    "deepseek": (ONE_FOR_EACH,) * 3,
-    "olmo2": (ORDER,) * 3,
+    "deepseek": "Latent needs one key-value head per query head, not kv=2; use kv=4",
+    "olmo2": "cannot reorder heads",
 }
+# Every family in one of these forms, in turn; four kinds of models (encoder, rotary, two stacks, images) in all.
+FORM_OF_FAMILY = [(family, [*OTHER_FORMS][n % len(OTHER_FORMS)]) for n, family in enumerate(RESULTS)]
+KINDS = [(family, form) for family in ("bert", "llama", "t5", "vit") for form in OTHER_FORMS]
 
 
 def random_examples(net: Any) -> list[Example]:
@@ -118,20 +137,17 @@ def random_examples(net: Any) -> list[Example]:
     return [Example({"x": ids(7), **source}, {}) for source in sources]
 
 
-@pytest.mark.parametrize("form", OTHER_FORMS)
-@pytest.mark.parametrize("family", RESULTS)
-def test_every_other_form_is_a_folder_or_a_refusal(monkeypatch, family: str, form: str, tmp_path: Path):
+@pytest.mark.parametrize(("family", "form"), dict.fromkeys(FORM_OF_FAMILY + KINDS), indirect=["family"])
+def test_every_other_form_is_a_folder_or_a_refusal(
+    monkeypatch: pytest.MonkeyPatch, family: str, form: str, source: Path, net: Any, tmp_path: Path
+):
     monkeypatch.setattr(load_check, "find_spec", lambda _: None)
-    refusal = OTHER_REFUSALS.get(family, ("",) * len(OTHER_FORMS))[list(OTHER_FORMS).index(form)]
-    torch.manual_seed(0)
-    FAMILIES[family].build("eager").save_pretrained(tmp_path / "source")
-    net = hw.load(tmp_path / "source")
-    if refusal:
+    if refusal := OTHER_REFUSALS.get(family):
         with pytest.raises(SpecError, match=refusal):
             hw.convert(net, OTHER_FORMS[form], random_examples(net))
         return
     done = hw.convert(net, OTHER_FORMS[form], random_examples(net))
-    write_model_folder(done.after, tmp_path / "source", tmp_path / "new", {"operation": "convert"})
+    write_model_folder(done.after, source, tmp_path / "new", {"operation": "convert"})
     loaded = hw.load(tmp_path / "new")
     heads = [[spec.heads for _, spec in one.spec.attention_specs()] for one in (loaded, done.after)]
     assert heads[0] == heads[1]
@@ -139,14 +155,13 @@ def test_every_other_form_is_a_folder_or_a_refusal(monkeypatch, family: str, for
         torch.testing.assert_close(loaded.state_dict()[name], tensor, msg=name)
 
 
-@pytest.mark.lengthy
-@pytest.mark.parametrize("family", ["bert", "bart", "vit"])
-def test_the_loader_repeats_shared_keys_where_transformers_cannot(family: str, tmp_path: Path):
+@pytest.mark.parametrize("family", ["bert", "bart", "vit"], indirect=True)
+def test_the_loader_repeats_shared_keys_where_transformers_cannot(
+    family: str, source: Path, net: Any, tmp_path: Path, here: None
+):
     """Two key-value heads for four heads, in families whose attention has no groups."""
-    torch.manual_seed(0)
-    FAMILIES[family].build("eager").save_pretrained(tmp_path / "source")
-    done = hw.convert(hw.load(tmp_path / "source"), 2)
-    written = write_model_folder(done.after, tmp_path / "source", tmp_path / "new", {"operation": "convert"})
+    done = hw.convert(net, 2)
+    written = write_model_folder(done.after, source, tmp_path / "new", {"operation": "convert"})
     assert written.kind == RESIZED, written.summary
     record = json.loads((tmp_path / "new" / "heads.json").read_text())
     repeats = [change["repeat"] for change in record["modules"].values() if "repeat" in change]
@@ -155,8 +170,8 @@ def test_the_loader_repeats_shared_keys_where_transformers_cannot(family: str, t
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.parametrize("family", sorted(NOT_LOADED))
-def test_families_that_are_not_loaded_say_so(family: str, tmp_path: Path):
-    FAMILIES[family].build("eager").save_pretrained(tmp_path / "source")
+@pytest.mark.parametrize("name", sorted(NOT_LOADED))
+def test_families_that_are_not_loaded_say_so(name: str, tmp_path: Path):
+    FAMILIES[name].build("eager").save_pretrained(tmp_path / "source")
     with pytest.raises(SpecError, match="cannot load weights of"):
         hw.load(tmp_path / "source")
