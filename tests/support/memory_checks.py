@@ -2,9 +2,10 @@
 
     python -m support.memory_checks guard-pages   every tensor ends right before a page that cannot be read or written,
                                                   then begins right behind one: an access outside ends the process
-    python -m support.memory_checks debug-build   with HEADWISE_DEBUG_KERNELS=1: an access outside raises RuntimeError
+    python -m support.memory_checks debug-build   with HEADWISE_DEBUG_KERNELS=1: an access outside raises RuntimeError;
+                                                  only kernels that no fuzz test runs in a debug build
 
-`--plant NAME` runs one wrong call from `PLANTED` instead.
+`--plant NAME...` runs wrong calls from `PLANTED` instead, each in a fork, and prints how each ends.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import argparse
 import ctypes
 import faulthandler
 import mmap
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -119,18 +121,15 @@ def call_small_batch_ops(place: Place, dtype: torch.dtype) -> None:
         small_batch_ops.apply_rotary(heads, positions, place(torch.rand(32, dtype=torch.float64)), 1.1)
 
 
+ROW_SIZES = ((1, 1, 1, 1, 1), (2, 3, 4, 17, 13), (1, 2, 3, 48, 64), (1, 2, 5, 331, 80))
+
+
 def call_row_normalisers(place: Place, dtype: torch.dtype) -> None:
     """Softmax and entmax, forward and backward."""
-    for batch, heads, queries, keys, width in (
-        (1, 1, 1, 1, 1),
-        (2, 3, 4, 17, 13),
-        (1, 2, 3, 48, 64),
-        (1, 2, 5, 331, 80),
-    ):
-        s = 3 * sample(lambda t: t, batch, heads, queries, keys, dtype=dtype)
-        for allowed in (torch.ones(1, 1, 1, keys) > 0, torch.rand(batch, 1, queries, keys) > 0.4):
-            scores, mask, value_heads = place(s), place(allowed), [h % 2 for h in range(heads)]
-            row_normalisers.masked_softmax(scores, mask)
+    call_softmax(place, dtype)
+    for batch, heads, queries, keys, width in ROW_SIZES:
+        for scores, mask in sample_scores(place, dtype, batch, heads, queries, keys):
+            value_heads = [h % 2 for h in range(heads)]
             for alpha in (1.3, 1.5, 2.5):
                 alphas = place(torch.full((heads,), alpha, dtype=dtype))
                 w, state = row_normalisers.masked_entmax(scores, mask, alphas, None, [])
@@ -138,6 +137,21 @@ def call_row_normalisers(place: Place, dtype: torch.dtype) -> None:
                 v = sample(place, batch, 2, keys, width, dtype=dtype)
                 o, state = row_normalisers.masked_entmax(scores, mask, alphas, v, value_heads)
                 row_normalisers.masked_entmax_backward(o, [scores, mask, alphas, state, v], value_heads)
+
+
+def call_softmax(place: Place, dtype: torch.dtype) -> None:
+    """Softmax."""
+    for batch, heads, queries, keys, _ in ROW_SIZES:
+        for scores, mask in sample_scores(place, dtype, batch, heads, queries, keys):
+            row_normalisers.masked_softmax(scores, mask)
+
+
+def sample_scores(place: Place, dtype: torch.dtype, *shape: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield scores [B, H, T, S] with all keys allowed, then with some."""
+    batch, _, queries, keys = shape
+    s = 3 * sample(lambda t: t, *shape, dtype=dtype)
+    for allowed in (torch.ones(1, 1, 1, keys) > 0, torch.rand(batch, 1, queries, keys) > 0.4):
+        yield place(s), place(allowed)
 
 
 def call_head_mixing(place: Place, dtype: torch.dtype) -> None:
@@ -270,23 +284,45 @@ def check_with_guard_pages(call: Callable[[Place, torch.dtype], None], dtype: to
             call(memory.copy, dtype)
 
 
+def report_planted(name: str, check: str) -> None:
+    """Run a wrong call in a fork of this process, and print its error or the signal that ends it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            if check == "guard-pages":
+                check_with_guard_pages(lambda place, _: PLANTED[name](place), torch.float32)
+            else:
+                PLANTED[name](lambda tensor: tensor)
+            print(f"{name} ended", flush=True)
+        except Exception as error:
+            print(f"{name} raised {type(error).__name__}: {error}", flush=True)
+        finally:
+            os._exit(0)
+    if status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        print(f"{name} ended with {status}", flush=True)
+
+
 def main() -> None:
-    """Run all calls, or a planted one."""
+    """Run all calls, or planted ones."""
     parser = argparse.ArgumentParser()
     parser.add_argument("check", choices=["guard-pages", "debug-build"])
-    parser.add_argument("--plant", choices=PLANTED)
+    parser.add_argument("--plant", choices=PLANTED, nargs="+")
     options = parser.parse_args()
     faulthandler.enable()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    calls = [(lambda place, _: PLANTED[options.plant](place), (torch.float32,))] if options.plant else CALLS
-    for call, dtypes in calls:
-        if options.check == "guard-pages":
+    if options.plant:
+        for name in options.plant:
+            report_planted(name, options.check)
+        return
+    if options.check == "debug-build":
+        torch.manual_seed(0)
+        call_small_batch_ops(lambda tensor: tensor, torch.bfloat16)
+        call_softmax(lambda tensor: tensor, torch.float32)
+    else:
+        for call, dtypes in CALLS:
             for dtype in dtypes:
                 check_with_guard_pages(call, dtype)
-        else:
-            torch.manual_seed(0)
-            call(lambda tensor: tensor, dtypes[-1])  # one dtype, as a debug build takes seconds to compile
     print("no access outside")
 
 
