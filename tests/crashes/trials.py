@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -41,13 +42,13 @@ class PlannedTrial(NamedTuple):
 
 
 def plan_trials(commands: Mapping[str, Command], counts: Mapping[str, int], seed: int) -> list[PlannedTrial]:
-    """Return all trials in random order; commands are tried as often as their shares ask for."""
+    """Return all trials in random order, at least as many as asked for; commands are tried by their shares."""
     total = sum(command.share for command in commands.values())
     planned = [
         PlannedTrial(kind, number, name)
         for kind, count in counts.items()
         for name, command in commands.items()
-        for number in range(max(1, round(count * command.share / total)) if count else 0)
+        for number in range(math.ceil(count * command.share / total))
     ]
     random.Random(seed).shuffle(planned)
     return planned
