@@ -268,7 +268,8 @@ def longformer(*, model: int = 512, heads: int = 8, **options: Any) -> Attention
 def longformer_dilated(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
     """Longformer with two dilated heads, which attend to every second of 1,025 tokens (2004.05150).
 
-    The paper dilates the windows of two heads, and only in higher layers; its released checkpoints dilate none.
+    The paper dilates the windows of two heads by a small amount, and only in higher layers (section 4.1); its windows
+    grow from 32 to 512 tokens with the layer. Its released checkpoints have windows of 512 and dilate none.
     """
     near, far = "window(513, after=256) | global((0,))", "dilated(513, 2, after=256) | global((0,))"
     num_dilated = min(2, heads // 2)
@@ -279,8 +280,9 @@ def longformer_dilated(*, model: int = 512, heads: int = 8, **options: Any) -> A
 def streaming_retrieval(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
     """Retrieval heads read all tokens, streaming heads 64 first tokens and the latest 256: half of each (2410.10819).
 
-    The paper learns which key-value heads of a trained model retrieve; here they are the first. It keeps few tokens for
-    streaming heads; here the cache keeps all tokens for all heads, and a decode step of streaming heads reads few.
+    The paper learns which key-value heads of a trained model retrieve; here they are the first. The released scripts
+    stream half of the heads of Llama-3-8B (GQA) and three quarters of Llama-2-7B (MHA), with 64 first and 256 latest
+    tokens; they learn with 128 first ones. As there, the cache keeps all tokens for retrieval heads only.
     """
     pattern = _patterns_of_heads(heads - heads // 2, ("causal()", "window(256) | first(64)"), heads)
     kv = _quarter(heads)

@@ -223,6 +223,25 @@ def test_a_decode_step_multiplies_the_keys_of_each_pattern_alone():
     assert step == component(COUNTED).executed_flops(ForwardCall(2, 1, 119, mode="steps"), ExecutionTarget())
 
 
+@torch.no_grad()
+def test_a_decode_step_multiplies_the_keys_of_each_ring():
+    """Rings of 3 tokens, and of the latest 6 and the first 2, each for 3 query heads with 4 channels."""
+    spec = hw.design(
+        model=24,
+        heads=6,
+        kv=2,
+        dim=4,
+        pattern=hw.PerHead((hw.Window(3), hw.Window(6) | hw.First(2)), (0, 0, 0, 1, 1, 1)),
+    )
+    layer, x = cases.layer(spec, torch.float64), torch.randn(2, 41, 24, dtype=torch.float64)
+    cache = layer.cache(batch=2, capacity=64)
+    layer(x[:, :-1], cache=cache)
+    step = torch_flops(layer, x[:, -1:], cache=cache)
+    outside = costs.required_flops(spec, hw.CallSize(2, 1, 1, 41, 0))
+    assert step - outside == 2 * 2 * (2 * 4) * (3 * 3 + 3 * 8)
+    assert step == component(spec).executed_flops(ForwardCall(2, 1, 40, mode="steps"), ExecutionTarget())
+
+
 def test_bytes_are_read_by_the_heads_that_need_them():
     """The first key-value head is read whole, the two others by heads with a window of 40 and 3 sinks."""
     assert patterns_of_kv_heads(COUNTED) == (hw.Causal(), hw.Window(40) | hw.First(3), hw.Window(40) | hw.First(3))
@@ -241,7 +260,63 @@ def test_a_cache_keeps_what_some_head_reads():
     assert windows.pattern.retention == (2, 6)
     cache = cases.layer(windows).cache(batch=2, capacity=100)
     assert cache.nbytes == costs.cache_bytes(windows, batch=2, capacity=100, bytes_per_number=8)
-    assert cache.slots == 8
+    assert [own.slots for own in cache.caches] == [8, 4]
+    shared = base(pattern=hw.PerHead((hw.Window(4), hw.Window(6) | hw.First(2)), (0, 1, 1, 0, 0, 1)), kv=3)
+    assert cases.layer(shared).cache(batch=2, capacity=100).slots == 8
+
+
+def held_bytes(cache):
+    """The bytes of all tensors that a cache holds keys and values in, each storage once."""
+    storages = {}
+    for own in cache.caches:
+        for tensor in own.entry.values():
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("store", [None, "int8"])
+def test_streaming_heads_keep_sinks_and_recent_tokens(store):
+    """DuoAttention: of 2 key-value heads with 64 channels, one keeps 4,096 tokens and the other 64 + 256."""
+    spec = hw.design(preset="streaming_retrieval")
+    cache = hw.KVCache.for_spec(spec, batch=3, capacity=4096, storage_format=store)
+    bytes_per_token = 2 * (64 * 4 if store is None else 64 + 4)
+    assert cache.nbytes == held_bytes(cache) == 3 * (4096 + 64 + 256) * bytes_per_token
+    assert costs.cache_bytes(spec, batch=3, capacity=4096, storage=store or "") == cache.nbytes
+    requests = costs.kv_cache_memory.RequestBatch.uniform(3, 4096)
+    assert costs.kv_cache_memory.kv_cache_bytes(spec, requests, "ring", store or "fp32") == cache.nbytes
+    every_token = hw.design(preset="streaming_retrieval", pattern="causal")
+    assert costs.cache_bytes(every_token, batch=3, capacity=4096, storage=store or "") == 3 * 2 * 4096 * bytes_per_token
+
+
+DIVIDED = {
+    "all tokens and sinks": hw.PerHead((STREAMING, hw.Causal()), (0, 0, 0, 1, 1, 1)),
+    "two rings": hw.PerHead((hw.Window(3), hw.Window(6) | hw.First(2)), (0, 0, 0, 1, 1, 1)),
+    "three patterns": hw.PerHead((hw.Window(2), hw.Window(5), hw.Causal()), (0, 1, 0, 2, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+@torch.no_grad()
+def test_divided_caches_give_every_reader_the_same_outputs(name):
+    """One call for each pattern, all heads in one call with probed weights, and probed keys."""
+    layer = cases.layer(base(pattern=DIVIDED[name], kv=2, modifiers=(hw.Rotary(base=30.0),)))
+    x = torch.randn(3, 17, 10, dtype=torch.float64)
+    whole, probe = layer(x), hw.Probe("weights")
+    layer(x, probe=probe)
+    kinds = {"plain": {}, "probed": {"probe": hw.Probe("weights")}, "keys": {"probe": hw.Probe("k", "v")}}
+    for kind, options in kinds.items():
+        cache = layer.cache(batch=3, capacity=17)
+        assert isinstance(cache, hw.cache.HeadGroupCache)
+        outputs = [
+            layer(x[:, first : first + n], cache=cache, **options) for first, n in ((0, 5), (5, 1), (6, 4), (10, 1))
+        ]
+        check_close(torch.cat(outputs, 1), whole[:, :11])
+        if kind == "probed":
+            weights = probe.tensors["weights"][:, :, 10, :11]
+            seen = options["probe"].tensors["weights"][:, :, 0]
+            check_close(seen.sort(-1).values[..., -6:], weights.sort(-1).values[..., -6:])
+        cache.select_rows(torch.tensor([2, 0]))
+        check_close(layer(x[[2, 0], 11:12], cache=cache), whole[[2, 0], 11:12])
 
 
 # --- Decoding ------------------------------------------------------------------------------------------
@@ -251,6 +326,7 @@ CACHED = {
     "a ring": hw.PerHead((hw.Window(2), hw.Window(4) | hw.First(1)), (0, 1, 1, 0, 1, 0)),
     "a prefix": hw.PerHead((hw.Causal(), hw.Prefix(3)), (0, 1, 1, 0, 1, 0)),
     "gaps": hw.PerHead((hw.Dilated(3, rate=2), hw.Causal()), (0, 1, 1, 0, 1, 0)),
+    **DIVIDED,
 }
 
 
@@ -282,8 +358,9 @@ def test_a_kernel_for_int8_caches_gets_dequantised_heads():
     assert (layer(x[:, -1:], cache=cache) - expected).abs().max() < 0.05 * expected.abs().max()
 
 
-def test_rows_of_different_lengths_decode_on():
-    layer = cases.layer(base(pattern=PATTERN, kv=2))
+@pytest.mark.parametrize("pattern", [PATTERN, *DIVIDED.values()])
+def test_rows_of_different_lengths_decode_on(pattern):
+    layer = cases.layer(base(pattern=pattern, kv=2))
     x = torch.randn(3, 9, 10, dtype=torch.float64)
     lengths = [4, 2, 3]
     with torch.no_grad():

@@ -61,20 +61,26 @@ def test_cached_numbers_equal_the_count(name):
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     cache = layer.cache(batch=cases.BATCH, capacity=9)
-    shapes = set()
-    append = cache.append
+    caches = getattr(cache, "caches", [cache])
+    shapes = [set() for _ in caches]
 
-    def watched(entry, at):
-        result, where = append(entry, at)
-        shapes.add((where.position.shape, *(tensor.shape for tensor in result.values())))
-        return result, where
+    def watch(own, seen):
+        append = own.append
 
-    cache.append = watched
+        def watched(entry, at):
+            result, where = append(entry, at)
+            seen.add((where.position.shape, *(tensor.shape for tensor in result.values())))
+            return result, where
+
+        own.append = watched
+
+    for own, seen in zip(caches, shapes, strict=True):
+        watch(own, seen)
     for t in range(cases.TOKENS):
         layer(x[:, t : t + 1], cache=cache)
-    assert len(shapes) == 1, "a step of one token changed a shape"
+    assert [len(seen) for seen in shapes] == [1] * len(caches), "a step of one token changed a shape"
     assert cache.nbytes == costs.cache_bytes(spec, batch=cases.BATCH, capacity=9, bytes_per_number=8)
-    stored = [*cache.state.values()] or [*cache.entry.values()]
+    stored = [*cache.state.values()] or [tensor for own in caches for tensor in own.entry.values()]
     assert cache.nbytes == sum(tensor.untyped_storage().nbytes() for tensor in stored)
 
 

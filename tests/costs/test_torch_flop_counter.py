@@ -152,7 +152,7 @@ def test_gradients_under_the_fused_kernel(preset):
 
 def again(plain, job, attention_mask, inputs, bound, probe):
     """The dense core as a checkpoint of its own, handed every tensor by itself, so that hooks see what it holds."""
-    q, k, v, values, entry, state, _ = inputs
+    q, k, v, values, entry, state, *_ = inputs
 
     def run(q, k, v, x, own, *args):
         changed = values._replace(x_BTD=x, q_BTHK=own)

@@ -14,7 +14,7 @@ decode steps (one query per row). `query_blocks` divides a call into blocks of q
 from __future__ import annotations
 
 from . import varlen
-from .core_interface import CallSignature, CoreInputs, CoreSteps
+from .core_interface import CallSignature, CoreInputs, CoreSteps, HeadsKV
 from .dispatch import (
     BACKENDS,
     CoreDispatch,
@@ -41,6 +41,7 @@ __all__ = [
     "CoreInputs",
     "CoreSteps",
     "HeadGroupDispatch",
+    "HeadsKV",
     "PackedDispatch",
     "backend_notes",
     "backends_by_length",

@@ -15,7 +15,7 @@ from ..interfaces import Mix, Normaliser, Part, RecurrentPart, ScoreStep, Simila
 from ..interfaces.core_types import CallSize, CoreShape, PartParams, Phase, QueryContext
 from ..machine.takeover_points import CALIBRATE_COMMAND, current_points, takeover_size
 from ..masking.patterns import Pattern, PerHead
-from ..masking.sequence_info import AttentionMask
+from ..masking.sequence_info import AttentionMask, SequenceInfo
 from ..spec.attention_spec import AttentionSpec
 
 
@@ -110,12 +110,27 @@ class CallSignature:
         return [limit or slower_at_every_size(point, faster)]
 
 
+class HeadsKV(NamedTuple):
+    """Keys and values of some key-value heads, with their own tokens.
+
+    `pattern` is the pattern of all query heads of these, by which a cache says which tokens the last query attends to;
+    None if they are those of all heads.
+    """
+
+    kv_heads: tuple[int, ...]
+    pattern: Pattern | None
+    k: Tensor
+    v: Tensor
+    sequence: SequenceInfo
+
+
 class CoreInputs(NamedTuple):
     """The tensors of one call: q_BTHK, k_BSGK, v_BSGV, the context of the queries, and the kv entry.
 
     Queries are those of `AttentionSpec.core_score_heads`, in the context too.
     `gates` are the gate values in the order of the spec, broadcastable to [B, T, O, V]; outputs are multiplied by them.
-    With a block table (`SequenceInfo.block_table`), k and v have one row per page of the pool.
+    With a block table (`SequenceInfo.block_table`), k and v have one row per page of the pool. `kv_by_heads` are the
+    keys and values of groups of heads that have different tokens; then k and v are those of the first group alone.
     """
 
     q: Tensor
@@ -125,6 +140,7 @@ class CoreInputs(NamedTuple):
     kv_entry: Mapping[str, Tensor]
     state: Mapping[str, Tensor]
     gates: Sequence[Tensor] = ()
+    kv_by_heads: Sequence[HeadsKV] = ()
 
 
 def no_tensor_conflicts(call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs) -> list[str]:

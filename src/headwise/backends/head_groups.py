@@ -16,7 +16,7 @@ from torch import Tensor
 from ..interfaces.core_types import CoreShape, Probe
 from ..masking.patterns import Causal, Full, Pattern
 from ..masking.sequence_info import AttentionMask, SequenceInfo
-from .core_interface import CallSignature, CoreInputs, CoreSteps, HeadGroup, list_head_groups
+from .core_interface import CallSignature, CoreInputs, CoreSteps, HeadGroup, HeadsKV, list_head_groups
 from .dispatch import MASK_PER_HEAD_BACKENDS, CoreDispatch, PackedDispatch, make_dispatch
 from .query_blocks import slice_rows, slice_sequence
 
@@ -91,15 +91,16 @@ class GroupHeads:
         A single query at a known position gets only the keys that it may attend to, so that heads with a window do not
         read the whole cache.
         """
-        context = inputs.query_context
+        context, kv = inputs.query_context, self._read_kv(attention_mask.keys, inputs)
         own_inputs = inputs._replace(
             q=take_heads(inputs.q, self.queries),
-            k=take_heads(inputs.k, self.keys),
-            v=take_heads(inputs.v, self.values),
+            k=kv.k,
+            v=kv.v,
             query_context=context._replace(q_BTHK=take_heads(context.q_BTHK, self.queries)),
             gates=(),
+            kv_by_heads=(),
         )
-        queries, keys, mask = attention_mask.queries, attention_mask.keys, attention_mask.mask
+        queries, keys, mask = attention_mask.queries, kv.sequence, attention_mask.mask
         if mask is not None:
             own_mask = mask if mask.shape[1] == 1 else mask[:, list(self.queries)]
             return AttentionMask(queries, keys, self.pattern, own_mask), own_inputs
@@ -112,7 +113,16 @@ class GroupHeads:
                 own_keys.position, torch.zeros_like(own_keys.segment), checked=True, num_visible=own_keys.count
             )
             return AttentionMask(queries, own_keys, self.pattern), own_inputs
-        return AttentionMask(queries, _keys_of_pattern(keys, self.pattern), self.pattern), own_inputs
+        own_keys = keys if kv.pattern == self.pattern else _keys_of_pattern(keys, self.pattern)
+        return AttentionMask(queries, own_keys, self.pattern), own_inputs
+
+    def _read_kv(self, keys: SequenceInfo, inputs: CoreInputs) -> HeadsKV:
+        """The keys and values of the group's heads: of the call, or of the heads that are cached together."""
+        for kv in inputs.kv_by_heads:
+            if self.keys[0] in kv.kv_heads:
+                places = [tuple(kv.kv_heads.index(head) for head in heads) for heads in (self.keys, self.values)]
+                return kv._replace(k=take_heads(kv.k, places[0]), v=take_heads(kv.v, places[1]))
+        return HeadsKV(self.keys, None, take_heads(inputs.k, self.keys), take_heads(inputs.v, self.values), keys)
 
 
 def _positions(sequence: SequenceInfo) -> range:

@@ -214,7 +214,7 @@ class CallBlocks:
 
 def slice_inputs(inputs: CoreInputs, block: QueryBlock) -> CoreInputs:
     """The inputs of one block of a call."""
-    q, k, v, context, key_entries, state, _ = inputs
+    q, k, v, context, key_entries, state, *_ = inputs
     rows = block.queries
     context = context._replace(
         x_BTD=context.x_BTD[:, rows.start : rows.stop],

@@ -146,7 +146,7 @@ def attend_by_kernel(attention_mask: AttentionMask, inputs: CoreInputs) -> Tenso
 
 def group_inputs(plan: VarlenPlan, inputs: CoreInputs, steps: CoreSteps) -> Iterator[CoreInputs]:
     """The inputs of each group. Tensors beside q, k and v are only gathered if a part of the spec uses them."""
-    q, k, v, query_context, key_entries, state, gates = inputs
+    q, k, v, query_context, key_entries, state, gates, _ = inputs
     needs_context = bool(steps.scores or steps.weights)
     q_groups, k_groups, v_groups = (
         plan.queries.gather_groups(q),

@@ -6,11 +6,13 @@ Which tokens a cache may drop is the `retention` of the attention pattern (`mask
   attends to everything that is cached.
 - `slot_caches`: one slot per token. `ContiguousCache` keeps every token, `RingCache` overwrites the tokens that no
   later query attends to, and `RecurrentStateCache` keeps one state for linear attention.
+- `head_group_cache`: a slot cache for each group of heads, if their patterns retain different tokens.
 - `block_table`: assigns pages to sequences, frees those that no later query attends to, and shares equal prefixes.
 - `paged_cache`: the tensors of the pages, and the rows of one call.
 """
 
 from .block_table import BlockTables, PageAllocator, PagedSequence
+from .head_group_cache import HeadGroupCache, split_by_retention
 from .kv_cache import KVCache, KVEntry, ProjectedSource
 from .paged_cache import PagedCache, PagePool
 from .slot_caches import ContiguousCache, RecurrentStateCache, RingCache
@@ -18,6 +20,7 @@ from .slot_caches import ContiguousCache, RecurrentStateCache, RingCache
 __all__ = [
     "BlockTables",
     "ContiguousCache",
+    "HeadGroupCache",
     "KVCache",
     "KVEntry",
     "PageAllocator",
@@ -27,4 +30,5 @@ __all__ = [
     "ProjectedSource",
     "RecurrentStateCache",
     "RingCache",
+    "split_by_retention",
 ]

@@ -93,6 +93,8 @@ class KVCache(ABC):
     ) -> KVCache:
         """Return the smallest cache for this spec: a recurrent state, a ring of visible tokens, or every token.
 
+        Heads whose patterns retain different tokens get a cache for each group of them.
+
         With storage_format="int8" keys and values are stored in 8 bits, with one scale per head and token.
 
         >>> import headwise as hw
@@ -104,6 +106,7 @@ class KVCache(ABC):
         if not (isinstance(batch, int) and isinstance(capacity, int) and batch >= 0 and capacity >= 1):
             raise SpecError(f"cannot make a cache of batch={batch}, capacity={capacity}; capacity must be at least 1")
         check_causal(spec)
+        from .head_group_cache import HeadGroupCache, split_by_retention
         from .slot_caches import ContiguousCache, RecurrentStateCache, RingCache, StorageFormat
 
         check_storage_format(spec, storage_format)
@@ -111,6 +114,10 @@ class KVCache(ABC):
         resolved_device = torch.empty(0, device=device).device  # resolves "cuda" to the current device, such as cuda:0
         if spec.is_recurrent:
             return RecurrentStateCache(spec, batch, dtype, resolved_device)
+        if groups := split_by_retention(spec):
+            options = {"batch": batch, "capacity": capacity, "dtype": dtype, "storage_format": storage_format}
+            caches = [KVCache.for_spec(group.spec, **options, device=str(resolved_device)) for group in groups]
+            return HeadGroupCache(spec, groups, caches)
         first, last = spec.pattern.retention
         storage = StorageFormat(dtype, resolved_device, storage_format)
         if last is not None and first + last < capacity:

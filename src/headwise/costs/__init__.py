@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from ..cache import split_by_retention
 from ..errors import SpecError
 from ..interfaces.core_types import CallSize
 from ..masking.patterns import count_pairs_by_head
@@ -82,6 +83,9 @@ def cache_bytes(
         return (
             batch * max(bytes_per_number, 4) * sum(layout.numel(sizes) for layout in part.state_layouts(spec).values())
         )
+    if groups := split_by_retention(spec):
+        sizes = {"batch": batch, "capacity": capacity, "bytes_per_number": bytes_per_number, "storage": storage}
+        return sum(cache_bytes(group.spec, **sizes) for group in groups)
     first, last = spec.pattern.retention
     slots = capacity if last is None else min(capacity, first + last)
     bytes_per_token = cached_numbers_per_token(spec) * bytes_per_number

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 
 from ..backends import CallSignature, choose_backend, linear_attention, recomputed_flops, split_by_pattern
+from ..backends.core_interface import HeadGroup
+from ..cache import split_by_retention
 from ..interfaces import Modifier, Part
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CallSize, CoreShape, Phase
@@ -317,11 +319,19 @@ class AttentionComponent:
         for part in split_by_pattern(signature):
             work = self.work(call)
             if part.head_group is not None and call.mode == "steps" and self.role == "attention":
-                # One query reads the keys of its own pattern, unless the slots of the cache are used again.
+                # One query reads the keys of its own pattern, unless the slots of its cache are used again.
                 own_work = replace(self, spec=replace(self.spec, pattern=part.pattern)).work(call)
-                work = own_work if self.spec.pattern.retention.last is None else replace(own_work, keys=work.keys)
+                cached = self._cached_pattern(part.head_group)
+                cached_keys = replace(self, spec=replace(self.spec, pattern=cached)).work(call).keys
+                work = own_work if cached.retention.last is None else replace(own_work, keys=cached_keys)
             backend = choose_backend(part, work)
             yield ExecutedCore(backend, part, work, _executed_core_flops(backend, part, work, call))
+
+    def _cached_pattern(self, heads: HeadGroup) -> Pattern:
+        """The pattern of all heads whose keys are cached together with those of a group of heads."""
+        kv_head = self.spec.heads.kv_head_of_query[heads.score_heads[0]]
+        own = (group.spec.pattern for group in split_by_retention(self.spec) if kv_head in group.kv_heads)
+        return next(own, self.spec.pattern)
 
     def weights_read(self, call: ForwardCall) -> list[WeightSpec]:
         """The tensors that the call reads: all, except projections that no token of the call passes through."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from ..cache import split_by_retention
 from ..errors import SpecError, suggest
 from ..interfaces.axis_layout import AxisLayout
 from ..masking.key_intervals import KeyRetention
@@ -463,6 +464,9 @@ def _cache_term(
         value = group.num_layers * requests.num_requests * bytes_per_state
         text = f"{_count_layers(group)} x {requests.num_requests:,} states x {bytes_per_state:,} bytes"
         return CostTerm(group.name, text, value)
+    if allocator.kind in ("ideal", "ring") and (head_groups := split_by_retention(spec)):
+        terms = [_cache_term(replace(group, spec=own.spec), requests, allocator, formats) for own in head_groups]
+        return CostTerm(group.name, " + ".join(term.formula for term in terms), sum(term.value for term in terms))
     return _slots_term(group, _total_slots(spec.pattern.retention, requests, allocator), formats)
 
 

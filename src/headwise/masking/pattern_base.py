@@ -366,8 +366,8 @@ class PerHead(LineCountedPattern):
     2007.14062), and streaming heads, which attend to sinks and recent tokens, beside retrieval heads (2410.10819).
     If scores are mixed over heads, the masked heads are those after mixing.
 
-    The methods that it shares with other patterns describe the union, the keys that some head may attend to: all of
-    them are cached for every head. Equal patterns become one, and patterns without a head are dropped.
+    The methods that it shares with other patterns describe the union, the keys that some head may attend to. Equal
+    patterns become one, and patterns without a head are dropped.
 
     >>> from headwise.masking.patterns import Causal, First, Window
     >>> mixed = PerHead((Causal(), Window(3) | First(1)), (0, 0, 1))

@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import backends
-from ..backends import CoreInputs, CoreSteps
-from ..cache import KVCache, KVEntry, ProjectedSource, RecurrentStateCache
+from ..backends import CoreInputs, CoreSteps, HeadsKV
+from ..cache import HeadGroupCache, KVCache, KVEntry, ProjectedSource, RecurrentStateCache
 from ..interfaces import Mix
 from ..interfaces.core_types import PartParams, Probe, QueryContext
 from ..masking.sequence_info import AttentionMask, SequenceInfo
@@ -115,7 +115,7 @@ class Attention(HasParallelContext, nn.Module):
         x_BTD = self.parallel.copy_to_heads(call.x)
 
         # 1 project, 2 transform
-        q_BTHK, kv_entry, kv_sequence = self.project_queries_and_kv(x_BTD, call)
+        q_BTHK, kv_entry, kv_sequence, kv_by_heads = self.project_queries_and_kv(x_BTD, call)
         kv_transforms = parts.qk_transforms(kv_sequence.position)
         k_BSGK, v_BSGV = plan.project.expand_kv(kv_entry, kv_transforms, self.weights["project"])
         q_BTHK, k_BSGK, v_BSGV = probe("q", q_BTHK), probe("k", k_BSGK), probe("v", v_BSGV)
@@ -128,7 +128,7 @@ class Attention(HasParallelContext, nn.Module):
             gates = parts.gate_values(context, self.parallel.aux_losses(probe.aux_losses))
             q, k = parts.feature_map(core_q_BTHK, "q"), parts.feature_map(k_BSGK, "k")
             core_context = QueryContext(x_BTD, core_q_BTHK, plan.scale, call.sequence)
-            inputs = CoreInputs(q, k, v_BSGV, core_context, kv_entry, call.recurrent_state, gates)
+            inputs = CoreInputs(q, k, v_BSGV, core_context, kv_entry, call.recurrent_state, gates, kv_by_heads)
             o_BTRV = self.attend(call, attention_mask, inputs)
         self._update_recurrent_state(call, inputs, kv_sequence)
 
@@ -137,15 +137,32 @@ class Attention(HasParallelContext, nn.Module):
         o_BTOV = parts.finish_outputs(o_BTRV, x_BTD, gates)
         return probe("heads", o_BTOV), gates
 
-    def project_queries_and_kv(self, x_BTD: Tensor, call: PlannedCall) -> tuple[Tensor, KVEntry, SequenceInfo]:
-        """Queries of x, and what they attend to with its positions: x and the cached tokens, or the source."""
+    def project_queries_and_kv(
+        self, x_BTD: Tensor, call: PlannedCall
+    ) -> tuple[Tensor, KVEntry, SequenceInfo, Sequence[HeadsKV]]:
+        """Queries of x, and what they attend to with its positions: x and the cached tokens, or the source.
+
+        If groups of heads cache different tokens, the entry is that of the first group, and all groups follow.
+        """
         project, transforms = call.plan.project, self.parts.qk_transforms(call.sequence.position)
         if call.source is None:
             q_BTHK, kv_entry = self.parts.project_qkv(project, x_BTD, transforms)
-            return q_BTHK, *self.extend_kv(kv_entry, call)
+            if call.reads_cache_by_heads:
+                return q_BTHK, *self._extend_by_heads(kv_entry, call)
+            return q_BTHK, *self.extend_kv(kv_entry, call), ()
         q_BTHK = project.project_query(x_BTD, transforms, self.weights["project"])
         source = self.project_source(call.source) if isinstance(call.source, Tensor) else call.source
-        return q_BTHK, source.entry, source.sequence
+        return q_BTHK, source.entry, source.sequence, ()
+
+    def _extend_by_heads(self, kv_entry: KVEntry, call: PlannedCall) -> tuple[KVEntry, SequenceInfo, Sequence[HeadsKV]]:
+        """The kv entry of the first group of heads in a `HeadGroupCache`, and the keys and values of all groups."""
+        assert isinstance(call.cache, HeadGroupCache)
+        cached = call.cache.extend_by_heads(*self.parallel.gather_tokens(kv_entry, call.sequence))
+        kv_by_heads: list[HeadsKV] = []
+        for own in cached:
+            k_BSGK = self.parts.feature_map(own.entry["k"], "k")
+            kv_by_heads.append(HeadsKV(own.kv_heads, own.spec.pattern, k_BSGK, own.entry["v"], own.sequence))
+        return cached[0].entry, cached[0].sequence, kv_by_heads
 
     def extend_kv(self, kv_entry: KVEntry, call: PlannedCall) -> tuple[KVEntry, SequenceInfo]:
         """The kv entries that queries attend to, with positions: of new tokens, of other ranks, and from the cache."""

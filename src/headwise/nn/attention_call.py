@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import backends
 from ..backends import CallSignature, CoreDispatch, HeadGroupDispatch, PackedDispatch, varlen
-from ..cache import KVCache, PagedCache, ProjectedSource
+from ..cache import HeadGroupCache, KVCache, PagedCache, ProjectedSource
 from ..interfaces import Project
 from ..interfaces.core_types import Probe
 from ..kernels.autograd_guards import is_under_functorch
@@ -71,6 +71,12 @@ class PlannedCall(NamedTuple):
     def recurrent_state(self) -> Mapping[str, Tensor]:
         """The state that the cache holds instead of keys and values (linear attention); empty for other caches."""
         return {} if self.cache is None else self.cache.state
+
+    @property
+    def reads_cache_by_heads(self) -> bool:
+        """Whether groups of heads read their own caches; a mask, or a probe of keys or values, needs one set."""
+        is_grouped = isinstance(self.cache, HeadGroupCache) and isinstance(self.plan.dispatch, HeadGroupDispatch)
+        return is_grouped and self.mask is None and not self.plan.signature.probed_tensors & {"k", "v"}
 
 
 class CallPlanner:
