@@ -9,8 +9,8 @@ In reading order:
 - `quantization_config` reads the number format of quantised weights, and which weights have it.
 - `weight_names` maps our tensors to names, shapes and slices in checkpoint files.
 - One file per architecture and its relatives: its config reader, and its `WeightNames` if checkpoints can be loaded.
-  Decoders: `gpt`, `llama`, `llama_relatives`, `gemma`, `bloom_falcon_mpt`, `deepseek`, `gpt_oss`. Encoders and
-  encoder-decoders: `bert`, `vision`, `bart`, `t5`.
+  Decoders: `gpt`, `llama`, `llama_relatives`, `gemma`, `bloom_falcon_mpt`, `deepseek`, `gpt_oss`, `dcformer`. Encoders
+  and encoder-decoders: `bert`, `vision`, `bart`, `t5`.
 
 This package reads no weights; `headwise.hub` does that.
 """
@@ -28,6 +28,7 @@ from ..errors import SpecError
 from ..model_spec import ModelSpec
 from ..model_spec.serialization import MANIFEST_FILE, find_record, read_model_toml
 from ..presets import DEFAULT_CHOICES
+from .bert import with_collaborative_heads
 from .config_reader import FAMILIES, WRITERS, TransformersConfig, read_config, write_config
 from .published_models import PUBLISHED_MODELS
 from .quantization_config import with_quantization
@@ -91,6 +92,11 @@ def _read_json(path: Path, text: str) -> Mapping[str, Any]:
             f"{path} holds a {type(settings).__name__}, not a JSON object; give a config.json written by transformers"
         )
     return cast("dict[str, Any]", settings)
+
+
+def describe_checkpoint(model: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> ModelSpec:
+    """Return the model that a checkpoint holds: that of its config, or one that only its tensors tell apart."""
+    return with_collaborative_heads(model, shapes) if model.name == "bert" else model
 
 
 def get_weight_names(family: str) -> WeightNames:

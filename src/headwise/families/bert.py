@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ..model_spec import (
@@ -17,9 +19,13 @@ from ..model_spec import (
     StackSpec,
     UnsupportedPart,
 )
+from ..model_spec.model import group_blocks
+from ..parts.collaborative import Collaborative
 from ..parts.t5_bias import T5Bias
 from ..presets import design
+from ..spec.attention_spec import AttentionSpec
 from . import model_builders
+from .attention_config import make_dot
 from .config_reader import TransformersConfig, read_num_labels, read_tied_stack, register_family, select_heads
 from .model_builders import LayerAttention
 from .weight_names import WeightNames
@@ -93,6 +99,8 @@ BERT_WEIGHTS = WeightNames(
         "encoder.{layer}.attention.project.q_bias": f"{BERT_LAYER}.attention.self.query.bias",
         "encoder.{layer}.attention.project.k_bias": f"{BERT_LAYER}.attention.self.key.bias",
         "encoder.{layer}.attention.project.v_bias": f"{BERT_LAYER}.attention.self.value.bias",
+        "encoder.{layer}.attention.project.mixing": f"{BERT_LAYER}.attention.self.mixing",
+        "encoder.{layer}.attention.project.content": f"{BERT_LAYER}.attention.self.content_bias.weight",
         "encoder.{layer}.attention.output.o": f"{BERT_LAYER}.attention.output.dense.weight",
         "encoder.{layer}.attention.output.o_bias": f"{BERT_LAYER}.attention.output.dense.bias",
         "encoder.{layer}.attention_norm.weight": f"{BERT_LAYER}.attention.output.LayerNorm.weight",
@@ -124,6 +132,32 @@ BERT_WEIGHTS = WeightNames(
     suffix_aliases={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
     ignored=(r"embeddings\.position_ids$", r"^(bert\.)?pooler\.", r"^cls\."),
 )
+
+# --- BERT with collaborative heads ---------------------------------------------------------------------
+
+MIXING_NAME = re.compile(r"encoder\.layer\.(\d+)\.attention\.self\.mixing$")
+
+
+def with_collaborative_heads(model: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> ModelSpec:
+    """Return BERT with one query-key space for all heads (2006.16362) in the layers that have mixing vectors.
+
+    The released code, like its config.json, does not say so elsewhere. It divides scores by sqrt(width / heads).
+    """
+    widths = {int(match[1]): shape[1] for name, shape in shapes.items() if (match := MIXING_NAME.search(name))}
+    if not widths:
+        return model
+    (stack,) = model.stacks
+    blocks = list(stack.layers)
+    for layer, width in widths.items():
+        if layer >= len(blocks):
+            continue  # reading the tensors says that there is no such layer
+        spec = blocks[layer].attention
+        assert isinstance(spec, AttentionSpec)
+        similarity = make_dot((width / spec.heads.q) ** -0.5, spec.heads.dim**-0.5)
+        shared = replace(spec, project=Collaborative(width=width, bias="v"), similarity=similarity)
+        blocks[layer] = replace(blocks[layer], attention=shared)
+    return replace(model, stacks=(replace(stack, runs=group_blocks(blocks)),))
+
 
 # --- DistilBERT ----------------------------------------------------------------------------------------
 

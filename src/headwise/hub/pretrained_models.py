@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import models
 from ..data.tokenizer_calls import parse_tokenizer
 from ..errors import SpecError
-from ..families import get_weight_names, read_model_spec as described_by, write_config
+from ..families import describe_checkpoint, get_weight_names, read_model_spec as described_by, write_config
 from ..families.weight_names import CheckpointPlan
 from ..files import sha256, write_atomically
 from ..inspect.attention_sites import compiled_part_reason, unhookable_reason, unprunable_reason
@@ -46,11 +46,13 @@ def load_transformers_folder(folder: Path, dropout: float = 0.0) -> Transformer:
     model_spec = resized.model if resized and resized.model else described_by(folder / CONFIG_FILE)
     if quantized := [note for note in model_spec.notes if note.startswith("quantization_config")]:
         raise SpecError(f"{folder}: {quantized[0]}; give a folder with weights in 16 or 32 bits")
-    names, constants = get_weight_names(model_spec.name), {}
-    if resized:
+    names, constants, source = get_weight_names(model_spec.name), {}, SafetensorsFolder(folder)
+    if resized is None:
+        model_spec = describe_checkpoint(model_spec, {name: info.shape for name, info in source.infos.items()})
+    else:
         _check_files(folder, resized)
         names, constants = names.with_ignored(resized.unused_tensors), resized.constants
-    net = build_from_weights(model_spec, names, SafetensorsFolder(folder), dropout, constants)
+    net = build_from_weights(model_spec, names, source, dropout, constants)
     net.usage = read_processor(folder, model_spec)
     return net
 
