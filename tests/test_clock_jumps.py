@@ -1,4 +1,4 @@
-"""The clock of the system jumps by hours and days while models train, serve and answer a page: no duration is measured by it."""
+"""The clock of the system jumps while models train, serve and answer a page: no duration is measured by it."""
 
 from __future__ import annotations
 

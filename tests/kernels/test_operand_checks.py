@@ -135,6 +135,13 @@ def test_memory_of_strided_tensors_is_measured_to_their_last_element():
         checks.check(view)
 
 
+def test_empty_tensors_need_no_memory():
+    checks = OperandChecks("scale_rows", x=FLOAT + "R C")
+    for shape, strides, offset in (((5, 0), (1, 1), 3), ((0, 5), (5, 1), 0), ((5, 0), (100, 1), 0)):
+        checks.check(torch.empty(3).as_strided(shape, strides, offset))
+    checks.check(torch.ones(5, 3)[5:])
+
+
 def test_tables_are_checked_without_overflow():
     far = torch.iinfo(torch.int64)
     check_indices("op", "rows", torch.empty(0, dtype=torch.int64), 0)

@@ -177,12 +177,12 @@ def _operand_lines(operand: Operand, first: str, letters: set[str]) -> Iterator[
 
 def _end_in_storage(tensor: Tensor) -> int:
     """Return the number of bytes from the begin of a tensor's storage to the end of its last element."""
-    if tensor.is_contiguous():
-        return int(tensor.storage_offset() + tensor.numel()) * tensor.itemsize
-    if not tensor.numel():
-        return 0
-    last = sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
-    return int(tensor.storage_offset() + last + 1) * tensor.itemsize
+    last = int(tensor.storage_offset())
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if not size:
+            return 0
+        last += (size - 1) * stride
+    return (last + 1) * tensor.itemsize
 
 
 def check_groups(operation: str, heads: int, num_kv_heads: int) -> None:
