@@ -130,6 +130,8 @@ def _run_child(action: Callable[[], int], folder: Path, fault: Fault, printed: i
         sys.stdout.flush()
         report = json.dumps({"operations": counter.count, "disk_bytes": disk.count_disk_bytes()})
         os.write(sender, report.encode())
+    except KeyboardInterrupt:  # after the end of the command
+        code = 128 + signal.SIGINT
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:

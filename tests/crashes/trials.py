@@ -157,10 +157,10 @@ class Bench:
             (shutil.copytree if baseline.old.is_dir() else shutil.copy)(baseline.old, out)
         action: Callable[[], int] = partial(command.actions[1], out)
         run = run_forked(action, self.base, fault)
-        problem = _check_ending(run, fault, baseline) or _check_leftovers(work, run)
         checks = _check_parts(command, baseline, out) if _continues(command) else ""
         outcome, wrong = (CONTINUED, checks) if _continues(command) else _compare(out, baseline, has_old)
-        problem = problem or wrong or _find_damage(_read_files_beside(out))
+        problem = _check_ending(run, fault, baseline, outcome) or _check_leftovers(work, run) or wrong
+        problem = problem or _find_damage(_read_files_beside(out))
         if not problem and (_continues(command) or is_repeated):
             problem = self._repeat(command, baseline, out, action)
         start = "over an old output" if has_old else "to a new path"
@@ -186,9 +186,11 @@ def _continues(command: Command) -> bool:
     return bool(command.results or command.parts)
 
 
-def _check_ending(run: Run, fault: Fault, baseline: Baseline) -> str:
+def _check_ending(run: Run, fault: Fault, baseline: Baseline, outcome: str) -> str:
     """What is wrong with the exit code and the messages of a run."""
     expected = {baseline.code, ENDINGS[signal.Signals(fault.signal)] if fault.signal else 2}
+    if fault.signal and outcome != OLD:  # it may come when the command is over and does not handle it any more
+        expected.add(-fault.signal)
     if run.code not in expected:
         return f"it ends with {run.code}"
     if "Traceback" in run.output:
