@@ -93,6 +93,36 @@ def test_pages_fit_a_terminal(capsys, name: str):
         assert max(map(len, lines)) <= 80, verb
 
 
+@pytest.mark.parametrize(
+    ("argv", "place"),
+    [
+        (("transformer-base",), "encoder.0.attention"),
+        (("transformer-base", "--layer", "decoder.3.cross"), "decoder.3.cross"),
+        (("vit-base",), "encoder.0.attention"),
+    ],
+)
+def test_walk_follows_an_attention_of_a_named_model(capsys, argv: tuple[str, ...], place: str):
+    code, out, _ = run(capsys, "walk", *argv, "--batch", "2", "--tokens", "3")
+    assert code == 0
+    assert out.splitlines()[0] == f"{argv[0]}, {place}"
+    width = 768 if argv[0] == "vit-base" else 512
+    assert f"2 rows of 3 tokens, width {width}" in out
+    assert (f"source            2 3 {width}" in out) == place.endswith("cross")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("gpt2", "--layer", "3"), "--layer 3 is a block; name one attention in it, as in --layer 3.attention"),
+        (("mha", "--layer", "3"), "--layer 3 is for models; leave it out"),
+        (("gpt2", "--heads", "3"), "--heads is for one spec, and gpt2 describes a whole model; leave it out"),
+    ],
+)
+def test_walk_refuses_a_layer_that_is_no_attention(capsys, argv: tuple[str, ...], message: str):
+    code, _, err = run(capsys, "walk", *argv)
+    assert (code, err) == (2, f"headwise: {message}\n")
+
+
 def test_a_spec_travels_through_a_file(capsys, tmp_path: Path):
     _, text, _ = run(capsys, "spec", "mla", "--set", "pattern=window(7)", "--toml")
     path = tmp_path / "layer.toml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from .arguments import (
     resolve_target,
     to_json,
 )
-from .command_parser import CommandParser
+from .command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
     from ..inspect.attention_sites import Sites
@@ -154,9 +155,10 @@ def walk_main(argv: list[str]) -> int:
         "Run a layer once on random input and list the steps of attention by number, with the shapes of queries, keys "
         "and values, and whether a step copies or makes a view.",
         "headwise walk mha --batch 5 --tokens 10",
-        "headwise walk gqa --set heads.kv=4 --ops",
+        "headwise walk transformer-base --layer decoder.0.cross --ops",
     )
     add_spec_arguments(parser)
+    parser.add_argument("--layer", metavar="PLACE", help="attention of a model, as in decoder.3.cross (default: first)")
     parser.add_argument("--batch", type=int, default=5, metavar="COUNT", help="batch size")
     parser.add_argument("--tokens", type=int, default=10, metavar="COUNT", help="tokens per sequence")
     parser.add_argument(
@@ -168,14 +170,38 @@ def walk_main(argv: list[str]) -> int:
     parser.add_argument("--ops", action="store_true", help="every tensor operation by part, with strides")
     add_json_argument(parser)
     args = parser.parse_args(argv)
-    spec = parse_spec(args)
+    place, spec = _parse_layer(args)
     from ..nn.attention_steps import AttentionSteps
     from ..nn.op_trace import walk
 
-    trace = walk(spec, args.batch, args.tokens, args.source)
+    source = args.tokens if args.source is None and place.endswith(".cross") else args.source
+    trace = walk(spec, args.batch, args.tokens, source)
     page = trace if args.ops else AttentionSteps(trace)
-    print_page(to_json(page.to_dict) if args.json else str(page))
+    title = f"{args.spec}, {place}\n" if place else ""
+    print_page(to_json(page.to_dict) if args.json else f"{title}{page}")
     return 0
+
+
+def _parse_layer(args: argparse.Namespace) -> tuple[str, AttentionSpec]:
+    """The attention that --layer names in a model, or its first one, with its place; "" and the spec of a layer."""
+    model = None if args.preset is not None else load_model_description(args.spec)
+    if model is None:
+        if args.layer is not None:
+            raise UsageError(f"--layer {args.layer} is for models; leave it out")
+        return "", parse_spec(args)
+    for option, value in (("--set", args.changes), ("--model", args.model), ("--heads", args.heads)):
+        if value:
+            raise UsageError(f"{option} is for one spec, and {args.spec} describes a whole model; leave it out")
+    from ..costs.workload import select_layer
+    from ..spec.attention_spec import AttentionSpec
+
+    place = args.layer or next((name for name, _ in model.attention_specs()), "")
+    if not place:
+        raise UsageError(f"{args.spec} has no attention; give another model")
+    spec = select_layer(model, place)
+    if not isinstance(spec, AttentionSpec):
+        raise UsageError(f"--layer {place} is a block; name one attention in it, as in --layer {place}.attention")
+    return place, spec
 
 
 def sites_main(argv: list[str]) -> int:
