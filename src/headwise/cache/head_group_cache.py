@@ -29,7 +29,7 @@ class KVHeadGroup(NamedTuple):
 
 
 class CachedHeads(NamedTuple):
-    """What the queries of some key-value heads attend to: their kv entry and the positions of its tokens."""
+    """The kv entry that the queries of some key-value heads attend to, and the positions of its tokens."""
 
     kv_heads: tuple[int, ...]
     spec: AttentionSpec
