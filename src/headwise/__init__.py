@@ -10,7 +10,7 @@ past tokens, `nn` runs it through `backends`, `ops` and `kernels`, and `costs` c
 `families`, `models` and `hub`; `data`, `training`, `distributed` and `studies`; `generation`, `serving` and
 `api_server`. Of heads: `inspect`, `traces`, `head_analysis` and `surgery`. To look at and compare: `viewer`, `learn`,
 `demo`, `bench`, `part_checks` and `cli`. Helpers: `errors`, `escaping`, `files`, `output_paths`, `progress`,
-`size_limits` and `machine`.
+`size_limits`, `machine` and `translation`.
 
 >>> import headwise as hw
 >>> hw.design(model=512, heads=8, kv=2).heads

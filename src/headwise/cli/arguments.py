@@ -10,7 +10,6 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +84,14 @@ def print_page(text: str) -> None:
     print(text)
 
 
-@cache
+_noted_encodings = set[str]()
+
+
 def _note_replaced_characters(encoding: str) -> None:
     """Say once why characters are missing."""
+    if encoding in _noted_encodings:
+        return
+    _noted_encodings.add(encoding)
     print_note(f"headwise: characters that {encoding} does not have are shown as ?; set PYTHONIOENCODING=utf-8")
 
 

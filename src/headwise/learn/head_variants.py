@@ -147,7 +147,7 @@ def circuits_of_a_model(*, site: str = "decoder.1.cross") -> Outcome:
 
 
 def value_output_circuit(*, with_output: bool = True) -> Outcome:
-    """What a head adds to the residual stream against A x W_V W_O; without the output matrix, against A x W_V."""
+    """The largest error of a head's output against A x W_V W_O; without the output matrix, against A x W_V."""
     layer, x, probe = make_layer(design(model=12, heads=3, vdim=12)), sample(1, 1, 7, 12), Probe("weights")
     only_first = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)[:, None]
     written = layer.merge_heads(layer.head_outputs(x) * only_first)[0].detach()

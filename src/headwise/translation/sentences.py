@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,18 +52,25 @@ class Template(NamedTuple):
         return [*values, sentence[begin:end]]
 
 
-@cache
+# Both are filled when they are first needed.
+_catalogue: dict[str, str] = {}
+_templates: list[Template] = []
+
+
 def read_catalogue() -> Mapping[str, str]:
     """All sentences of the catalogue with their translations."""
-    sections = tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))
-    return {sentence: text for section in sections.values() for sentence, text in section.items()}
+    if not _catalogue:
+        for section in tomllib.loads(CATALOGUE.read_text(encoding="utf-8")).values():
+            _catalogue.update(section)
+    return _catalogue
 
 
-@cache
-def read_templates() -> tuple[Template, ...]:
+def read_templates() -> Sequence[Template]:
     """The sentences with values, those with most text of their own first."""
-    templates = (Template(tuple(key.split("{}")), text) for key, text in read_catalogue().items() if "{}" in key)
-    return tuple(sorted(templates, key=lambda template: -sum(map(len, template.literals))))
+    if not _templates:
+        templates = (Template(tuple(key.split("{}")), text) for key, text in read_catalogue().items() if "{}" in key)
+        _templates.extend(sorted(templates, key=lambda template: -sum(map(len, template.literals))))
+    return _templates
 
 
 _translations: dict[str, str | None] = {}  # of the last sentences, because a page asks for the same ones again
