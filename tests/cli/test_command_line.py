@@ -211,15 +211,9 @@ def test_interrupted(capsys, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.lengthy
-def test_plain_terminals_and_readers_that_leave():
+def test_a_terminal_without_unicode_gets_ascii():
     plain = {**os.environ, "PYTHONIOENCODING": "ascii"}
     ran = subprocess.run([*COMMAND, "spec", "gqa"], capture_output=True, env=plain, check=True)
     sample = ran.stdout.decode("ascii")
     assert "###.." in sample
     assert "?" not in sample
-    with subprocess.Popen([*COMMAND, "spec", "gqa"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as left:
-        assert left.stdout is not None
-        assert left.stderr is not None
-        left.stdout.close()
-        assert left.stderr.read() == b""
-        assert left.wait() in (0, 141)

@@ -182,7 +182,7 @@ def test_a_text_that_the_tokenizer_fails_on_is_one_line(tmp_path: Path, capsys: 
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize("closed", [c for n in (1, 2, 3) for c in itertools.combinations((0, 1, 2), n)])
-@pytest.mark.parametrize("argv", [("--version",), ("spec", "nothing")])
+@pytest.mark.parametrize("argv", [("--version",), ("spec", "--nothing")])
 def test_closed_streams(closed: tuple[int, ...], argv: tuple[str, ...]):
     redirections = " ".join(f"{number}{'<' if number == 0 else '>'}&-" for number in closed)
     ran = subprocess.run(
