@@ -25,7 +25,7 @@ COMPILED_FILES = $$(grep -rl 'mark\.compile' tests --include='test_*.py')
 PARALLEL := -n 2 --dist worksteal
 QUICK := not slow and not compile and not anchors and not gpu and not lengthy
 
-.PHONY: help demo install web check format fast test slow gpu mutate bench gpu-bench docs clean broken
+.PHONY: help demo install web check format fast test slow gpu mutate bench gpu-bench docs site clean broken
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 10
@@ -74,6 +74,11 @@ gpu-bench: $(STAMP)  ## run every backend on a GPU, and fill the table of docs/g
 
 docs: $(STAMP)  ## update the generated parts of the READMEs and docs/
 	@$(BIN)/python tools/build_docs.py
+
+site: $(STAMP)  ## build the documentation site into build/site; warnings are errors
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[site]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+	@echo "the site is built: build/site/index.html"
 
 format: $(STAMP)  ## format and fix with ruff
 	@$(BIN)/ruff check --fix .

@@ -91,3 +91,16 @@ def test_the_part_of_the_page_is_pruned_and_printed(temperature: ModuleType):
         _, weights = head_axis_ops.keep_heads(spec, layer.state_dict(), [1, 4])
         torch.testing.assert_close(weights["temperature.log"], layer.state_dict()["temperature.log"][[1, 4]])
         assert eval(repr(spec), vars(hw) | {"Temperature": temperature.Temperature}) == spec
+
+
+CHINESE = [path.name for path in sorted((ROOT / "docs").glob("*.zh.md"))]
+
+
+@pytest.mark.parametrize("name", CHINESE)
+def test_both_languages_have_the_same_sections_pictures_and_commands(name: str):
+    """Headings by level, names of pictures and generated parts, and entries of `headwise learn`, in their order."""
+    structure = re.compile(r"^#+ |\]\(img/[^)]+|<!-- generated: [a-z0-9-]+|`headwise learn [C\d][^`]+`", re.MULTILINE)
+    texts = [(ROOT / "docs" / page).read_text("utf-8") for page in (name, name.replace(".zh.md", ".md"))]
+    chinese, english = (structure.findall(text) for text in texts)
+    assert len(english) > 3
+    assert [found.removesuffix("-zh") for found in chinese] == english

@@ -96,18 +96,16 @@ def test_commands_work_in_an_empty_environment(commands: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_page_is_served_in_an_empty_environment(commands: Path, tmp_path: Path):
-    process = subprocess.Popen(
-        [commands / "headwise", "view", "--no-browser"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        address = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
-        assert address is not None
-        with urllib.request.urlopen(address[0], timeout=60) as response:
-            assert b"app.js" in response.read()
-    finally:
-        process.terminate()
-        process.wait(60)
+    words = [commands / "headwise", "view", "--no-browser"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
+            assert address is not None
+            with urllib.request.urlopen(address[0], timeout=60) as response:
+                assert b"app.js" in response.read()
+        finally:
+            process.terminate()
 
 
 @pytest.mark.slow

@@ -171,6 +171,32 @@ def served() -> str:
     return engine_page.page()
 
 
+# Sections of the API reference, with the packages and modules whose public names they list.
+API_SECTIONS = {
+    "Layers": ("presets", "spec", "nn", "masking", "interfaces", "backends", "cache", "errors"),
+    "Costs": ("costs",),
+    "Models, training, generation": ("models", "model_spec", "hub", "training", "distributed", "generation", "serving"),
+    "Heads": ("inspect", "traces", "head_analysis", "viewer"),
+    "Surgery": ("surgery",),
+    "Benchmarks and checks": ("bench", "part_checks"),
+    "Parts": ("parts",),
+}
+
+
+@generates
+def api() -> str:
+    """Every public name as a directive of mkdocstrings, by section."""
+    from headwise import _MODULE_OF_NAME
+
+    rest, lines = dict(_MODULE_OF_NAME), []
+    for title, packages in API_SECTIONS.items():
+        names = [name for name, module in rest.items() if module.partition(".")[0] in packages]
+        lines += [f"## {title}", "", *(f"::: headwise.{rest.pop(name)}.{name}" for name in sorted(names)), ""]
+    if rest:
+        raise SystemExit(f"API_SECTIONS lacks the modules of {sorted(rest)}; add them")
+    return "\n\n".join(line for line in lines if line)
+
+
 ERRATA_HEADS = {
     "en": ("id", "claim", "correction", "reference", "command"),
     "zh": ("编号", "原文的说法", "更正", "参考", "命令"),
@@ -313,6 +339,33 @@ for file_name in README_EXAMPLES:
 for language, suffix in (("en", ""), ("zh", "-zh")):
     for table_name in ("presets_table", "benchmark_rows", "compared_groups"):
         GENERATORS[table_name.replace("_", "-") + suffix] = partial(readme_part, table_name, language)
+
+
+def concept_part(name: str, language: str) -> str:
+    """A list of docs/concepts.md or docs/questions.md."""
+    import concepts_page
+
+    return concepts_page.concept_list(name, language)
+
+
+for name in (
+    "look-up",
+    "five-steps",
+    "scale",
+    "heads",
+    "masks",
+    "cross-attention",
+    "positions",
+    "cost",
+    "kv-cache",
+    "what-heads-do",
+    "which-heads-can-go",
+    "how-variants-differ",
+    "misconceptions",
+    "questions",
+):
+    for language, suffix in (("en", ""), ("zh", "-zh")):
+        GENERATORS[f"concept-{name}{suffix}"] = partial(concept_part, name, language)
 
 
 def conflicts_with_defaults() -> dict[type, list[str]]:

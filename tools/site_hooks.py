@@ -1,0 +1,82 @@
+"""Hooks of mkdocs: pages of the repository's root become pages of the site, and docstrings become Markdown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+# Files of the root by their name in the site. The READMEs are the first page in English and in Chinese.
+ROOT_PAGES = {
+    "README.md": "index.md",
+    "README.zh-CN.md": "index.zh.md",
+    "SECURITY.md": "SECURITY.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+}
+DOCTEST = re.compile(r"^>>> .*?(?=^\s*$|\Z)", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[([^\]\[]+)\]\(([^)\s]+)\)")
+
+
+def on_config(config: Any) -> Any:
+    """List every page of docs/findings in the navigation."""
+    for section in config.nav:
+        if "Findings" in section:
+            section["Findings"] = sorted(f"findings/{path.name}" for path in (ROOT / "docs" / "findings").glob("*.md"))
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages of the root."""
+    for source, target in ROOT_PAGES.items():
+        text = (ROOT / source).read_text(encoding="utf-8").replace("docs/img/", "img/")
+        files.append(File.generated(config, target, content=adapt_links(text)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Adapt links that lead out of docs/ to pages of the root."""
+    return markdown if page.file.src_path in ROOT_PAGES.values() else adapt_links(markdown)
+
+
+def adapt_links(text: str) -> str:
+    """Links as the site needs them; those to files that are not pages become plain text.
+
+    >>> adapt_links("[a](docs/heads.md#x) [b](../SECURITY.md) [c](examples/a.ipynb) [d](heads.md) [e](https://e.org)")
+    '[a](heads.md#x) [b](SECURITY.md) c [d](heads.md) [e](https://e.org)'
+    """
+
+    def adapt(match: re.Match[str]) -> str:
+        words, target = match.groups()
+        path, mark, fragment = target.partition("#")
+        name = path.removeprefix("../")
+        if name in ROOT_PAGES:
+            return f"[{words}]({ROOT_PAGES[name]}{mark}{fragment})"
+        if path.startswith("docs/"):
+            return f"[{words}]({path.removeprefix('docs/')}{mark}{fragment})"
+        is_other_file = not path.endswith((".md", ".svg", ".webp")) and ":" not in path and path != ""
+        return words if is_other_file else match[0]
+
+    return LINK.sub(adapt, text)
+
+
+class DoctestFences(griffe.Extension):
+    """Puts the examples of docstrings into blocks of code."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rewrite the docstring of a loaded object."""
+        if obj.docstring:
+            obj.docstring.value = fence_examples(obj.docstring.value)
+
+
+def fence_examples(docstring: str) -> str:
+    """A docstring with each group of examples in a block of code.
+
+    >>> fence_examples("Add.\\n\\n>>> 1 + 1\\n2")
+    'Add.\\n\\n```pycon\\n>>> 1 + 1\\n2\\n```'
+    """
+    return DOCTEST.sub(lambda match: f"```pycon\n{match[0].rstrip()}\n```", docstring)
