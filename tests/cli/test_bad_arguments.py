@@ -19,6 +19,7 @@ from headwise.cli.argument_checks import read_head_counts
 from headwise.costs import activations
 from headwise.data import TASKS
 from headwise.data.file_task import FileTask
+from headwise.data.synthetic_task import NETWORKS
 from headwise.errors import SpecError
 from headwise.generation.decoding_config import COMPILE_MODES
 from headwise.head_analysis.attention_maps import AGGREGATIONS
@@ -461,6 +462,7 @@ NAMES = {
     "ACTIVATION_PROFILES": [*activations.BACKEND_PROFILES, *activations.FORMULA_PROFILES],
     "CALL_STATES": backend_report.STATES,
     "LOGGERS": LOGGERS,
+    "RECURRENT_NETWORKS": [name for name in NETWORKS if name != "transformer"],
 }
 
 

@@ -63,23 +63,101 @@ class ProjectedSource(NamedTuple):
     spec: AttentionSpec
 
 
-class KVCache(ABC):
-    """Past tokens of one attention layer, created by `layer.cache(...)` and passed to the layer as `cache=`.
+class TokenCache(ABC):
+    """Positions of the past tokens of each row; subclasses store what a layer keeps of the tokens.
 
-    `append` stores new tokens, `select_rows` reorders the batch (for beam search), `nbytes` is the memory in use.
+    `select_rows` reorders the batch (for beam search), `nbytes` is the memory in use.
     """
 
-    def __init__(self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.spec, self.batch, self.dtype, self.device = spec, batch, dtype, device
-        self._prefix_length = spec.pattern.tokens_before_decode
+    def __init__(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.batch, self.dtype, self.device = batch, dtype, device
         self.used = 0  # tokens appended, padding included
         self.uniform = True  # every row holds positions 0 .. used - 1 of segment 0, known without a device sync
         self.is_single_segment = True  # every token so far is in segment 0
         self._num_warmup_tokens = 1  # number of tokens after which all decode steps run the same operations
-        self._visibility: FullVisibility | None = None
         self._last = torch.full((batch,), -1, dtype=torch.int64, device=device)
         self._zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._segment = torch.zeros(batch, dtype=torch.int64, device=device)
+
+    @abstractmethod
+    def select_rows(self, index: Tensor) -> None:
+        """Keep these rows of the batch, in this order; an index may occur twice."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of memory for the cached tokens."""
+
+    @property
+    @abstractmethod
+    def is_predictable(self) -> bool:
+        """Whether the next decode step repeats the operations of the last one, so that one graph serves both."""
+
+    def next_positions(self, count: int) -> SequenceInfo:
+        """Return the default positions of the next `count` tokens: after the last token of each row."""
+        if self.uniform:
+            position = torch.arange(self.used, self.used + count, device=self.device)[None]
+            segment = self._zero if count == 1 else torch.zeros_like(position)
+            return SequenceInfo(position, segment, self.used, checked=True)
+        position = self._last[:, None] + torch.arange(1, count + 1, device=self.device)
+        return SequenceInfo(position, self._segment[:, None].expand_as(position), checked=True)
+
+    def _record_positions(self, new_tokens: SequenceInfo) -> None:
+        """Record the positions of new tokens; raise before any change if they are invalid."""
+        if self.uniform and new_tokens.start == self.used:
+            self.used += new_tokens.count
+            return
+        last = torch.full_like(self._last, self.used - 1) if self.uniform else self._last
+        self._check_order(last, new_tokens)
+        self._last, self.uniform = last, False
+        self.is_single_segment = self.is_single_segment and not bool((new_tokens.segment > 0).any())
+        self.used += new_tokens.count
+        if new_tokens.count:
+            self._update_last_positions(new_tokens)
+
+    def _check_order(self, last: Tensor, new_tokens: SequenceInfo) -> None:
+        """Raise if tokens go back to an earlier position: the tokens that they attend to may have been dropped."""
+        position = torch.cat([last[:, None], new_tokens.position.expand(self.batch, -1)], 1)
+        segment = torch.cat([self._segment[:, None], new_tokens.segment.expand(self.batch, -1)], 1)
+        is_real = torch.cat(
+            [torch.ones_like(last, dtype=torch.bool)[:, None], new_tokens.is_real.expand(self.batch, -1)], 1
+        )
+        # Padding takes the position of the last real token before it, so that neighbours can be compared.
+        last_real = torch.where(is_real, torch.arange(is_real.shape[1], device=is_real.device), 0).cummax(1).values
+        position, segment = position.gather(1, last_real), segment.gather(1, last_real)
+        advances = (segment[:, 1:] == segment[:, :-1]) & (position[:, 1:] > position[:, :-1])
+        if bool((is_real[:, 1:] & ~(advances | (segment[:, 1:] > segment[:, :-1]))).any()):
+            raise ValueError("tokens went back to an earlier position or segment; a cache only goes forward")
+
+    def _update_last_positions(self, new_tokens: SequenceInfo) -> None:
+        order = torch.arange(new_tokens.count, device=self.device)
+        latest = torch.where(new_tokens.is_real, order, -1).amax(1, keepdim=True).expand(self.batch, 1)
+        has_token, column = latest.squeeze(1) >= 0, latest.clamp(min=0)
+        for name, values in (("_last", new_tokens.position), ("_segment", new_tokens.segment)):
+            latest_values = values.expand(self.batch, -1).gather(1, column).squeeze(1)
+            setattr(self, name, torch.where(has_token, latest_values, getattr(self, name)))
+
+    def _select_batch(self, index: Tensor) -> None:
+        is_index = isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
+        if not is_index or (index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.batch):
+            raise ValueError(
+                f"cannot select rows {index!r}; give a 1-D int64 tensor (not torch.bool) in 0..{self.batch - 1}"
+            )
+        self.batch = len(index)
+        self._last, self._segment = self._last[index], self._segment[index]
+
+
+class KVCache(TokenCache):
+    """Past tokens of one attention layer, created by `layer.cache(...)` and passed to the layer as `cache=`.
+
+    `append` stores new tokens.
+    """
+
+    def __init__(self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(batch, dtype, device)
+        self.spec = spec
+        self._prefix_length = spec.pattern.tokens_before_decode
+        self._visibility: FullVisibility | None = None
 
     @staticmethod
     def for_spec(
@@ -137,15 +215,6 @@ class KVCache(ABC):
         """`extend` for backends that read the cache in its storage format."""
         return _without_empty_slots(*self.append(entry, new_tokens))
 
-    @abstractmethod
-    def select_rows(self, index: Tensor) -> None:
-        """Keep these rows of the batch, in this order; an index may occur twice."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of memory for the cached tokens."""
-
     @property
     def storage_format(self) -> str | None:
         """Format in which keys and values are stored; None for the layer's own dtype."""
@@ -162,18 +231,8 @@ class KVCache(ABC):
 
     @property
     def is_predictable(self) -> bool:
-        """Whether the next decode step repeats the operations of the last one, so that one graph serves both."""
         counted = self._visibility is None or self.used < self._visibility.num_counted
         return self.uniform and self.used >= self._num_warmup_tokens and counted
-
-    def next_positions(self, count: int) -> SequenceInfo:
-        """Return the default positions of the next `count` tokens: after the last token of each row."""
-        if self.uniform:
-            position = torch.arange(self.used, self.used + count, device=self.device)[None]
-            segment = self._zero if count == 1 else torch.zeros_like(position)
-            return SequenceInfo(position, segment, self.used, checked=True)
-        position = self._last[:, None] + torch.arange(1, count + 1, device=self.device)
-        return SequenceInfo(position, self._segment[:, None].expand_as(position), checked=True)
 
     def check_input(self, spec: AttentionSpec, x: Tensor) -> None:
         """Raise ValueError if the spec, batch size, dtype or device differ from those of this cache."""
@@ -190,16 +249,7 @@ class KVCache(ABC):
         """Record the positions of new tokens; raise before any change if they are invalid."""
         if self._prefix_length:
             self._check_prefix_whole(new_tokens, self._prefix_length)
-        if self.uniform and new_tokens.start == self.used:
-            self.used += new_tokens.count
-            return
-        last = torch.full_like(self._last, self.used - 1) if self.uniform else self._last
-        self._check_order(last, new_tokens)
-        self._last, self.uniform = last, False
-        self.is_single_segment = self.is_single_segment and not bool((new_tokens.segment > 0).any())
-        self.used += new_tokens.count
-        if new_tokens.count:
-            self._update_last_positions(new_tokens)
+        self._record_positions(new_tokens)
 
     def _check_prefix_whole(self, new_tokens: SequenceInfo, prefix_length: int) -> None:
         """Raise if a bidirectional prefix is appended in parts: its first queries would miss the later tokens."""
@@ -216,37 +266,6 @@ class KVCache(ABC):
                 f"pattern {self.spec.pattern.text} needs the first {prefix_length} tokens of a text together, "
                 f"not {num_together}; append the whole prefix at once"
             )
-
-    def _check_order(self, last: Tensor, new_tokens: SequenceInfo) -> None:
-        """Raise if tokens go back to an earlier position: the tokens that they attend to may have been dropped."""
-        position = torch.cat([last[:, None], new_tokens.position.expand(self.batch, -1)], 1)
-        segment = torch.cat([self._segment[:, None], new_tokens.segment.expand(self.batch, -1)], 1)
-        is_real = torch.cat(
-            [torch.ones_like(last, dtype=torch.bool)[:, None], new_tokens.is_real.expand(self.batch, -1)], 1
-        )
-        # Padding takes the position of the last real token before it, so that neighbours can be compared.
-        last_real = torch.where(is_real, torch.arange(is_real.shape[1], device=is_real.device), 0).cummax(1).values
-        position, segment = position.gather(1, last_real), segment.gather(1, last_real)
-        advances = (segment[:, 1:] == segment[:, :-1]) & (position[:, 1:] > position[:, :-1])
-        if bool((is_real[:, 1:] & ~(advances | (segment[:, 1:] > segment[:, :-1]))).any()):
-            raise ValueError("tokens went back to an earlier position or segment; a cache only goes forward")
-
-    def _update_last_positions(self, new_tokens: SequenceInfo) -> None:
-        order = torch.arange(new_tokens.count, device=self.device)
-        latest = torch.where(new_tokens.is_real, order, -1).amax(1, keepdim=True).expand(self.batch, 1)
-        has_token, column = latest.squeeze(1) >= 0, latest.clamp(min=0)
-        for name, values in (("_last", new_tokens.position), ("_segment", new_tokens.segment)):
-            latest_values = values.expand(self.batch, -1).gather(1, column).squeeze(1)
-            setattr(self, name, torch.where(has_token, latest_values, getattr(self, name)))
-
-    def _select_batch(self, index: Tensor) -> None:
-        is_index = isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
-        if not is_index or (index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.batch):
-            raise ValueError(
-                f"cannot select rows {index!r}; give a 1-D int64 tensor (not torch.bool) in 0..{self.batch - 1}"
-            )
-        self.batch = len(index)
-        self._last, self._segment = self._last[index], self._segment[index]
 
 
 def _without_empty_slots(entry: KVEntry, sequence: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:

@@ -1,4 +1,4 @@
-"""Caches with one slot per token (all tokens, or a ring of those in reach); recurrent state of linear attention."""
+"""Caches with one slot per token (all tokens, or a ring of those in reach); states of linear attention and of a GRU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import CacheFull
 from ..masking.patterns import Causal, First, Pattern, Window
 from ..masking.sequence_info import SequenceInfo
 from ..spec.attention_spec import AttentionSpec
-from .kv_cache import FullVisibility, KVCache, KVEntry, dequantize_entry, quantize_entry
+from .kv_cache import FullVisibility, KVCache, KVEntry, TokenCache, dequantize_entry, quantize_entry
 
 
 class StorageFormat(NamedTuple):
@@ -252,7 +252,7 @@ class RingCache(SlotCache):
         return torch.where(winner.gather(1, slot) == order, slot, self.slots)
 
 
-# --- Recurrent state of linear attention ---------------------------------------------------------------
+# --- Recurrent states ----------------------------------------------------------------------------------
 
 
 class RecurrentStateCache(KVCache):
@@ -283,3 +283,28 @@ class RecurrentStateCache(KVCache):
     @property
     def nbytes(self) -> int:
         return sum(state.nbytes for state in self._state.values())
+
+
+class HiddenStateCache(TokenCache):
+    """The state [B, D] of a recurrent layer after the tokens so far; None before the first."""
+
+    def __init__(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(batch, dtype, device)
+        self.state: Tensor | None = None
+
+    def advance(self, state: Tensor, new_tokens: SequenceInfo) -> None:
+        """Store the state after these tokens."""
+        self._record_positions(new_tokens)
+        self.state = state
+
+    def select_rows(self, index: Tensor) -> None:
+        self._select_batch(index)
+        self.state = None if self.state is None else self.state[index]
+
+    @property
+    def is_predictable(self) -> bool:
+        return self.uniform and self.used >= self._num_warmup_tokens
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.state is None else self.state.nbytes

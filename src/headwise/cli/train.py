@@ -184,7 +184,7 @@ def _parser() -> CommandParser:
         "--model",
         metavar="MODEL",
         help="a model (.toml, config.json), another attention for the task's model (a preset, or a .toml of headwise "
-        "spec), or weights to continue from (a folder, a llama2.c file)",
+        "spec), gru-fixed, gru-additive or gru-dot, or weights to continue from (a folder, a llama2.c file)",
     )
     parser.add_argument(
         "--recipe", metavar="FILE", help="a .toml with training options; command-line options override it"
@@ -287,11 +287,15 @@ def _with_model_tokenizer(task: Task, model: str) -> Task:
 def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transformer:
     """Return the model to train: a description, the task's model with another attention, or a model with weights."""
     path = Path(name)
+    if name in known_names.RECURRENT_NETWORKS:
+        from ..studies.variant_models import resize_model
+
+        return resize_model(task, {"network": name})
     is_published = is_published_model(path)
     if name not in PRESETS and not is_published and not path.exists():
         from ..families import PUBLISHED_MODELS
 
-        model_names = [*PRESETS, *PUBLISHED_MODELS]
+        model_names = [*PRESETS, *known_names.RECURRENT_NETWORKS, *PUBLISHED_MODELS]
         raise UsageError(f"there is no preset, file or folder {name!r}; {suggest(name, model_names)}")
     if name not in PRESETS and not is_published and path.suffix not in DESCRIPTION_SUFFIXES:
         return _load_weights(path, task, recipe)

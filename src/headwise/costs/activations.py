@@ -129,6 +129,13 @@ def feed_forward_bytes(feed: FeedForwardSpec, count: int, context: ActivationCon
         yield "mask", context.dropout_mask_bytes(count, SymbolicInt.of(feed.hidden, "hidden"))
 
 
+def recurrent_bytes(width: int, context: ActivationContext) -> NamedBytes:
+    """Yield what a gated recurrence saves, except its input: gates, candidates, and the states between the tokens."""
+    state_bytes = context.element_bytes * context.num_tokens * width
+    yield "states", state_bytes
+    yield "gates", 7 * state_bytes
+
+
 def _num_hidden_tensors(feed: FeedForwardSpec, context: ActivationContext) -> int:
     """Number of saved tensors that have the width of the hidden layer."""
     if feed.activation.startswith("bounded_silu("):

@@ -25,7 +25,7 @@ from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CallSize, CoreShape, Phase
 from ..masking.patterns import Pattern, count_pairs_by_head
 from ..model_spec import BlockSpec, EmbeddingSpec, ExpertsSpec, ModelSpec, OutputHeadSpec, StackSpec, WeightSpec
-from ..model_spec.components import add_prefix
+from ..model_spec.components import RecurrentSpec, add_prefix
 from ..spec.attention_spec import AttentionSpec
 from .pairs_per_head import pairs_over_heads, patterns_of_kv_heads
 from .symbolic_int import SymbolicInt, formula, formula_as_factor, name_sizes
@@ -36,6 +36,7 @@ from .weight_storage import (
     is_routed,
     list_feed_weights,
     list_head_matrices,
+    list_recurrent_weights,
 )
 
 
@@ -500,6 +501,8 @@ def _block_components(
 ) -> Iterator[ModelComponent]:
     """Yield the components of equal layers, given the first of them and their number."""
     depth, times = layers
+    if block.recurrent:
+        yield from _recurrent_components(stack, block.recurrent, layers, early)
     for role, spec in block.attention_specs.items():
         cross_spec = replace(spec, source=spec.source or spec.model) if role == "cross" else spec
         place = f"{stack.name}.{depth}.{role}"
@@ -515,6 +518,22 @@ def _block_components(
             early,
             experts=feed if isinstance(feed, ExpertsSpec) else None,
         )
+
+
+def _recurrent_components(
+    stack: StackSpec, recurrent: RecurrentSpec, layers: tuple[int, int], early: bool
+) -> Iterator[LinearComponent]:
+    """Yield the matrices of every token, and that of the first state, which is computed once a sequence."""
+    depth, times = layers
+    place, name = f"{stack.name}.{depth}.recurrent", f"{stack.name}.*.recurrent"
+    weights = list_recurrent_weights(recurrent, stack.model, place)
+    per_token = tuple(recurrent.matmul_weights(stack.model))
+    own = tuple(weight for weight in weights if ".start" not in weight.name)
+    yield LinearComponent(name, "recurrent", per_token, lambda call: call.tokens, own, times, early)
+    if recurrent.initial == "source":
+        start = tuple(weight for weight in recurrent.weights(stack.model) if weight.name == "start")
+        own = tuple(weight for weight in weights if ".start" in weight.name)
+        yield LinearComponent(f"{name}.start", "recurrent", start, TOKENS_SCORED_BY_HEAD["first"], own, times, early)
 
 
 def _embedding_component(stack: StackSpec, embedding: EmbeddingSpec, early: bool) -> LinearComponent:

@@ -40,6 +40,7 @@ from .weight_storage import (
     list_attention_weights,
     list_feed_weights,
     list_head_matrices,
+    list_recurrent_weights,
     total_weight_bytes,
 )
 from .workload import MAX_SIZE
@@ -150,13 +151,24 @@ def group_attentions(spec_or_model: AttentionSpec | ModelSpec, num_layers: int =
 
 
 def group_matrices(spec_or_model: AttentionSpec | ModelSpec) -> tuple[WeightMatrixGroup, ...]:
-    """Return the feed-forwards of a model's last stack, equal ones as one group, and its first head; () for a spec."""
+    """Return the recurrences and feed-forwards of a model's last stack, equal ones as one group, and its first head."""
     if isinstance(spec_or_model, AttentionSpec):
         return ()
     stack = spec_or_model.stacks[-1]
-    feeds = [(depth, block.feed) for depth, block in enumerate(stack.layers) if block.feed is not None]
+    layers = list(enumerate(stack.layers))
+    feeds = [(depth, block.feed) for depth, block in layers if block.feed is not None]
     groups = group_stored_alike(stack, feeds, spec_or_model.quantization)
+    recurrences = [(depth, block.recurrent) for depth, block in layers if block.recurrent is not None]
     return (
+        *(
+            WeightMatrixGroup(
+                "recurrence",
+                times,
+                list_recurrent_weights(recurrent, stack.model, f"{stack.name}.{depth}.recurrent"),
+                hidden_numbers=7 * stack.model,  # the input, and both products for three gates
+            )
+            for depth, recurrent, times in group_stored_alike(stack, recurrences, spec_or_model.quantization)
+        ),
         *(
             _feed_forward_matrices(feed, times, list_feed_weights(feed, stack.model, f"{stack.name}.{depth}.feed"))
             for depth, feed, times in groups

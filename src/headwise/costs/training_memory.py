@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..errors import SpecError, suggest
 from ..interfaces import Modifier, ValueStep
 from ..interfaces.core_types import CallSize, Phase
-from ..model_spec import BlockSpec, ExpertsSpec, FeedForwardSpec, ModelSpec, StackSpec
+from ..model_spec import BlockSpec, ExpertsSpec, FeedForwardSpec, ModelSpec, RecurrentSpec, StackSpec
 from ..spec.attention_spec import AttentionSpec
 from . import activations, flops
 from .activations import (
@@ -206,7 +206,10 @@ def _branch_items(
     The source of cross-attention is left out, because all layers of a decoder share it.
     """
     workload, settings, context = how
-    if name == "feed":
+    if name == "recurrent":
+        items = activations.recurrent_bytes(model, context)
+        items = [("input", context.element_bytes * context.num_tokens * model), *items]
+    elif name == "feed":
         items = _feed_forward_items(block, model, context)
     else:
         spec, source = block.attention_specs[name], None
@@ -261,7 +264,9 @@ def _model_items(model: ModelSpec, workload: Workload, settings: ActivationSetti
         if stack.norm:
             items = activations.norm_bytes(stack.norm, width, context.num_tokens, context)
             yield from _with_prefix(f"{stack.name}.norm", items)
-        if stack is not model.stacks[-1] and any(block.cross for block in model.stacks[-1].layers):
+        if stack is not model.stacks[-1] and any(
+            block.cross or block.starts_from_source for block in model.stacks[-1].layers
+        ):
             source_tokens = SymbolicInt.of(stack_load.context, "S")
             yield f"{stack.name}.output", context.element_bytes * context.rows * source_tokens * width
     for head in model.heads[:1]:
@@ -404,7 +409,7 @@ def _block_recompute_items(
     """
     if settings.checkpoint == "none":
         return
-    branches = [*block.attention_specs, *(["feed"] if block.feed else [])]
+    branches = [name for name in block.sublayer_names if name not in block.constant_sublayers]
     for name in branches:
         includes_last = (
             name != branches[-1] or bool(settings.dropout) or block.placement in ("post", "after", "sandwich")
@@ -418,6 +423,10 @@ def _branch_recompute_items(
 ) -> Iterable[CostTerm]:
     """Return the recomputed products of a branch, with its last product if `includes_last`."""
     workload, settings = how
+    if name == "recurrent":
+        if settings.checkpoint == "core" or block.recurrent is None:
+            return ()
+        return recurrent_products(block.recurrent, model, workload.batch, workload.context)
     if name == "feed":
         if settings.checkpoint == "core" or block.feed is None:
             return ()
@@ -451,6 +460,18 @@ def feed_forward_products(feed: FeedForwardSpec | ExpertsSpec, model: int, count
         return
     for name in sorted(feed.matrix_layouts, key="down".__eq__):
         yield CostTerm(name, f"2 {count} {feed.hidden} {model}", 2 * count * feed.hidden * model)
+
+
+def recurrent_products(recurrent: RecurrentSpec, model: int, rows: int, context: int) -> Iterator[CostTerm]:
+    """Yield the FLOPs of a recurrence on rows of `context` tokens; the first state is computed once a row.
+
+    >>> [term.value for term in recurrent_products(RecurrentSpec("source"), 8, 2, 5)]  # 2 tokens 3 d d, 2 rows d d
+    [3840, 3840, 256]
+    """
+    for weight in recurrent.weights(model):
+        if len(weight.shape) == 2:
+            count = rows if weight.name == "start" else rows * context
+            yield CostTerm(weight.name, f"2 {count} {weight.shape[0]} {model}", 2 * count * weight.numel)
 
 
 # --- Memory of the optimiser: bytes per parameter, by convention ---------------------------------------

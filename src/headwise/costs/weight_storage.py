@@ -15,6 +15,7 @@ from ..model_spec import (
     ModelSpec,
     OutputHeadSpec,
     QuantizationSpec,
+    RecurrentSpec,
     StackSpec,
     WeightSpec,
     attention_weights,
@@ -101,6 +102,11 @@ def list_attention_weights(spec: AttentionSpec, place: str = SINGLE_LAYER) -> tu
 def list_feed_weights(feed: FeedForwardSpec | ExpertsSpec, model: int, place: str) -> tuple[WeightSpec, ...]:
     """Return the trained tensors of a feed-forward or of experts at a place such as "decoder.3.feed"."""
     return tuple(weight for weight in add_prefix(place, "feed", feed.weights(model)) if weight.trainable)
+
+
+def list_recurrent_weights(recurrent: RecurrentSpec, model: int, place: str) -> tuple[WeightSpec, ...]:
+    """Return the tensors of a recurrence at a place such as "decoder.3.recurrent"."""
+    return tuple(add_prefix(place, "recurrent", recurrent.weights(model)))
 
 
 def list_head_matrices(head: OutputHeadSpec, model: int) -> tuple[WeightSpec, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import SpecError
+from ..errors import SpecError, suggest
 from ..interfaces.part import CheckedDataclass, find_class
 from ..masking.pattern_base import check_whole_number
 from ..masking.patterns import Pattern
@@ -22,6 +22,7 @@ from ..model_spec import (
     NormSpec,
     OutputHeadSpec,
     PositionSpec,
+    RecurrentSpec,
     StackSpec,
 )
 from ..ops.counter_rng import Ints, RandomStreams, RandomWords
@@ -202,12 +203,21 @@ def slice_by_power_of_two(name: str, values: Tensor) -> dict[str, Tensor]:
 # --- Specs of small models, which learn the synthetic tasks within minutes -----------------------------
 
 
+POSITIONS = ("rotary", "sinusoidal", "none")
+NETWORKS = ("transformer", "gru-fixed", "gru-additive", "gru-dot")
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Size of a small model: channels, attention heads, layers, and feed-forward width (0 for no feed-forward).
 
     positions="rotary" rotates queries and keys, so that the model also accepts longer sequences than those of
     training; "sinusoidal" adds positions to the embedding; "none" uses no positions.
+
+    network="transformer" has self-attention. The others replace it by a gated recurrent unit, which needs no
+    positions: in "gru-fixed" the decoder starts from the encoder's last state and reads nothing else of the source
+    (1406.1078), in "gru-additive" it also has additive cross-attention (1409.0473), in "gru-dot" scaled dot-product
+    cross-attention. Attention comes after the recurrence, as in 1508.04025, so all positions are trained at once.
     """
 
     width: int
@@ -215,18 +225,35 @@ class ModelShape:
     layers: int
     feed: int = 0
     positions: str = "rotary"
+    network: str = "transformer"
+
+    def __post_init__(self) -> None:
+        for name, value, names in (("positions", self.positions, POSITIONS), ("network", self.network, NETWORKS)):
+            if value not in names:
+                raise SpecError(f"{name} = {value!r} is unknown; {suggest(str(value), names)}")
 
     def blocks(self, pattern: str | Pattern, cross: str = "") -> list[BlockSpec]:
         """The pre-norm blocks of a stack; `cross` is the pattern of their cross-attention, if they have one."""
+        if self.network != "transformer":
+            return [self._recurrent_block(cross)] * self.layers
         modifiers = (find_class("Rotary")(),) if self.positions == "rotary" else ()
         self_attention = design(model=self.width, heads=self.heads, pattern=pattern, modifiers=modifiers)
         cross_attention = design(model=self.width, heads=self.heads, pattern=cross) if cross else None
         feed = FeedForwardSpec(self.feed, "gelu", bias="ud") if self.feed else None
         return [BlockSpec(self_attention, cross_attention, feed)] * self.layers
 
+    def _recurrent_block(self, cross: str) -> BlockSpec:
+        attention = None
+        if cross and self.network != "gru-fixed":
+            similarity = find_class("Additive" if self.network == "gru-additive" else "Dot")()
+            attention = design(model=self.width, heads=self.heads, pattern=cross, similarity=similarity)
+        feed = FeedForwardSpec(self.feed, "gelu", bias="ud") if self.feed else None
+        return BlockSpec(cross=attention, feed=feed, recurrent=RecurrentSpec("source" if cross else "zeros"))
+
     def embedding(self, vocab_size: int, table: str = "") -> EmbeddingSpec:
         """Token embedding; `table` names the stack to share weights with."""
-        positions = PositionSpec("sinusoidal") if self.positions == "sinusoidal" else None
+        has_positions = self.positions == "sinusoidal" and self.network == "transformer"
+        positions = PositionSpec("sinusoidal") if has_positions else None
         return EmbeddingSpec(vocab_size, positions=positions, table=table)
 
 

@@ -162,7 +162,10 @@ def _apply_collective(function: type[torch.autograd.Function], x: Tensor, group:
 
 
 def check_context_parallel(spec: ModelSpec) -> None:
-    """Raise SpecError for a model of images or speech, whose rows become tokens only in the embedding."""
+    """Raise SpecError for models of images or speech, whose rows become tokens only in the embedding, and for GRUs."""
+    if spec.has_recurrence:
+        fact = f"{spec.name} has a recurrence, whose state needs the tokens in order on one rank"
+        raise SpecError(f"{fact}; use data= or tensor= instead of context=")
     for stack in spec.stacks:
         if stack.embedding and stack.embedding.patches:
             raise SpecError(

@@ -2,7 +2,8 @@
 
 In reading order:
 
-- `components`: embeddings, norms, feed-forwards, experts and output heads, each with its weights; processing of inputs
+- `components`: embeddings, norms, feed-forwards, experts, recurrences and output heads, each with its weights;
+  processing of inputs
 - `quantization`: the number formats of quantised checkpoints, and which matrices have them
 - `model`: `BlockSpec`, `StackSpec` and `ModelSpec` combine attention specs and components
 - `weight_table`: a table of every tensor with its axes, shape and size
@@ -19,6 +20,7 @@ from .components import (
     PatchSpec,
     PositionSpec,
     ProcessorSpec,
+    RecurrentSpec,
     WeightSpec,
 )
 from .model import (
@@ -48,6 +50,7 @@ __all__ = [
     "OutputHeadSpec",
     "PatchSpec",
     "QuantizationSpec",
+    "RecurrentSpec",
     "UnsupportedPart",
     "WeightFormat",
     "attention_weights",

@@ -17,6 +17,7 @@ from .components import (
     FeedForwardSpec,
     NormSpec,
     OutputHeadSpec,
+    RecurrentSpec,
     SpecNode,
     WeightSpec,
     add_prefix,
@@ -58,7 +59,7 @@ class ApproximateAttention(SpecNode):
 
 @dataclass(frozen=True, repr=False)
 class BlockSpec(SpecNode):
-    """One layer: attention, cross-attention and feed-forward, applied in this order, each with a residual connection.
+    """One layer: recurrence, attention, cross-attention, feed-forward, in this order, each with a residual connection.
 
     placement="pre": x + f(norm(x)); "post": norm(x + f(x)); "after": x + norm(f(x)), as OLMo 2; "sandwich":
     x + norm(f(norm(x))), as Gemma 2; "parallel": x + attention(norm(x)) + feed(norm(x)), one norm for both, as GPT-J;
@@ -81,6 +82,7 @@ class BlockSpec(SpecNode):
     form: str = "plain"
     scale: float = 1.0
     constant_sublayers: tuple[str, ...] = ()
+    recurrent: RecurrentSpec | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,12 +97,17 @@ class BlockSpec(SpecNode):
             )
 
     @property
+    def starts_from_source(self) -> bool:
+        """Whether its recurrence starts from the last state of an encoder."""
+        return self.recurrent is not None and self.recurrent.initial == "source"
+
+    @property
     def sublayer_names(self) -> tuple[str, ...]:
         """The names of its sublayers, in the order in which they are applied."""
         present = [
             name for name in ATTENTION_SUBLAYERS if name in self.attention_specs or name in self.constant_sublayers
         ]
-        return (*present, *(["feed"] if self.feed else []))
+        return (*(["recurrent"] if self.recurrent else []), *present, *(["feed"] if self.feed else []))
 
     @property
     def attention_specs(self) -> dict[str, AttentionSpec]:
@@ -127,6 +134,7 @@ class BlockSpec(SpecNode):
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
         """Yield every tensor of the block at this model width, by its name inside the block."""
+        yield from add_prefix("recurrent", "recurrent", self.recurrent.weights(width)) if self.recurrent else ()
         for name, spec in self.attention_specs.items():
             yield from add_prefix(name, name, attention_weights(spec))
         if isinstance(self.attention, ApproximateAttention):
@@ -290,7 +298,7 @@ def _repeats(items: Sequence[Item], start: int, period: int) -> int:
 # --- Whole models --------------------------------------------------------------------------------------
 
 MODEL_KINDS = ("decoder", "encoder", "encoder-decoder", "vision")
-WEIGHT_ROLES = frozenset({"embedding", "attention", "cross", "feed", "norm", "head"})
+WEIGHT_ROLES = frozenset({"embedding", "recurrent", "attention", "cross", "feed", "norm", "head"})
 
 
 @dataclass(frozen=True, repr=False)
@@ -393,7 +401,11 @@ class ModelSpec(SpecNode):
             )
 
     def _check_sources(self, stack: StackSpec) -> None:
-        """Refuse a cross-attention without a stack before it, or with another source width than that stack."""
+        """Refuse what reads an encoder without a stack before it, or with another source width than that stack."""
+        starts_from_source = any(block.starts_from_source for run in stack.runs for block in run.blocks)
+        if starts_from_source and (stack is self.stacks[0] or stack.model != self.stacks[0].model):
+            remedy = "give initial='zeros', or a stack of this width before it"
+            raise SpecError(f"{self.name}: {stack.name} starts from the state of an encoder; {remedy}")
         crosses = [block.cross for run in stack.runs for block in run.blocks if block.cross]
         if crosses and stack is self.stacks[0]:
             raise SpecError(f"{self.name}: {stack.name} has cross-attention, but no stack before it to read; add one")
@@ -428,6 +440,11 @@ class ModelSpec(SpecNode):
         for stack in self.stacks:
             for depth, block in enumerate(stack.layers):
                 yield from ((f"{stack.name}.{depth}.{name}", spec) for name, spec in block.attention_specs.items())
+
+    @property
+    def has_recurrence(self) -> bool:
+        """Whether a layer is recurrent, so that each row must hold one text."""
+        return any(block.recurrent for stack in self.stacks for run in stack.runs for block in run.blocks)
 
     def approximation_reasons(self) -> dict[str, str]:
         """Return the names of attentions that no spec describes exactly, each with the reason."""

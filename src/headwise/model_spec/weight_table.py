@@ -121,7 +121,8 @@ def group_layers(stack: StackSpec, places: RowsByPlace) -> list[RepeatedLayers]:
 
 def _describe_block(block: BlockSpec) -> str:
     """Describe a layer in one line."""
-    phrases = [f"{name} {_describe_heads(spec)}" for name, spec in block.attention_specs.items()]
+    phrases = ["gated recurrence"] if block.recurrent else []
+    phrases += [f"{name} {_describe_heads(spec)}" for name, spec in block.attention_specs.items()]
     if isinstance(block.attention, ApproximateAttention):
         phrases.append(f"approximately: {block.attention.reason}")
     phrases += [f"{name} one vector" for name in block.constant_sublayers]

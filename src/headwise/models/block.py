@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..cache import KVCache, ProjectedSource
+from ..cache import HiddenStateCache, KVCache, ProjectedSource, TokenCache
 from ..errors import SpecError
 from ..interfaces.core_types import Probe
 from ..masking.sequence_info import SequenceInfo
@@ -21,6 +21,7 @@ from ..ops.counter_rng import dropout
 from ..spec.attention_spec import AttentionSpec
 from .embeddings_heads import EmbeddingLayer, TokenTypeInput
 from .feed_forward import FeedForward, MixtureOfExperts, NormLayer
+from .recurrence import GatedRecurrence
 
 # The first layer's copy of each weight that the layers of a stack share, by (role and name, shape).
 SharedWeightOwners = dict[tuple[str, tuple[int, ...]], PartWeights]
@@ -38,17 +39,19 @@ class LayerInputs(NamedTuple):
     """Inputs of a layer besides its hidden states.
 
     `sequence` holds the positions of its tokens, `source` the encoder output and `source_sequence` its positions.
+    `source_state` [B, model] is the encoder's state after its last token, if a recurrence starts from it.
     """
 
     sequence: SequenceInfo
-    caches: Mapping[str, KVCache] | None
+    caches: Mapping[str, TokenCache] | None
     source: Tensor | ProjectedSource | None
     source_sequence: SequenceInfo | None
     probes: Mapping[str, Probe]
+    source_state: Tensor | None = None
 
 
 class TransformerLayer(nn.Module):
-    """Adds attention, cross-attention and feed-forward to x, with norms where the `BlockSpec` places them."""
+    """Adds recurrence, attention, cross-attention, feed-forward to x, with norms where the `BlockSpec` places them."""
 
     def __init__(self, described: BlockSpec, name: str, width: int, dropout: float, owners: SharedWeightOwners) -> None:
         super().__init__()
@@ -62,6 +65,8 @@ class TransformerLayer(nn.Module):
             self._add_attention(role, spec, owners, described.form)
         for role in described.constant_sublayers:
             self.add_module(role, ConstantSublayer(width))
+        if described.recurrent:
+            self.recurrent = GatedRecurrence(described.recurrent, width)
         if isinstance(described.feed, ExpertsSpec):
             self.feed = MixtureOfExperts(described.feed, width, dropout)
         elif described.feed:
@@ -84,13 +89,14 @@ class TransformerLayer(nn.Module):
     @property
     def attentions(self) -> dict[str, Attention]:
         """The attention modules by their names in the spec: "attention", "cross"."""
-        names = (name for name in self.sublayers if name != "feed" and name not in self.constant_sublayers)
+        names = (name for name in self.spec.attention_specs if name in self._modules)
         return {name: cast(Attention, self._modules[name]) for name in names}
 
-    def cache(self, *, batch: int, capacity: int, storage_format: str | None = None) -> dict[str, KVCache]:
-        """Return an empty cache for the self-attention; in a merged layer, for the running sum of its averaging."""
+    def cache(self, *, batch: int, capacity: int, storage_format: str | None = None) -> dict[str, TokenCache]:
+        """Return empty caches for the self-attention (in a merged layer, its averaging) and for the recurrence."""
+        caches: dict[str, TokenCache] = {"recurrent": self.recurrent.cache(batch)} if self.spec.recurrent else {}
         cacheable = {"cross": self.average} if self._merged else {"attention": self._modules.get("attention")}
-        return {
+        return caches | {
             name: attention.cache(batch=batch, capacity=capacity, storage_format=storage_format)
             for name, attention in cacheable.items()
             if isinstance(attention, Attention)
@@ -133,13 +139,21 @@ class TransformerLayer(nn.Module):
         """The output of one sublayer after scale and dropout; a constant sublayer gives its vector."""
         if name in self.constant_sublayers:
             return cast(ConstantSublayer, self._modules[name]).constant
-        y = self.feed(z) if name == "feed" else self._attention_output(name, z, inputs)
+        if name == "recurrent":
+            y = self._recurrent_output(z, inputs)
+        else:
+            y = self.feed(z) if name == "feed" else self._attention_output(name, z, inputs)
         y = y if self.scale == 1 else y * self.scale
         return dropout(y, self.dropout, self.training)
 
+    def _recurrent_output(self, z: Tensor, inputs: LayerInputs) -> Tensor:
+        cache = inputs.caches and cast(HiddenStateCache, inputs.caches["recurrent"])
+        return self.recurrent(z, inputs.sequence, cache or None, inputs.source_state)
+
     def _attention_output(self, name: str, z: Tensor, inputs: LayerInputs) -> Tensor:
         attention = cast(Attention, self._modules[name])
-        probe, cache = inputs.probes.get(f"{self.name}.{name}"), inputs.caches and inputs.caches.get(name)
+        probe = inputs.probes.get(f"{self.name}.{name}")
+        cache = cast("KVCache | None", inputs.caches and inputs.caches.get(name))
         if name == "attention":
             return attention(z, sequence=inputs.sequence, cache=cache, probe=probe)
         source = inputs.source

@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..cache import KVCache, ProjectedSource
+from ..cache import ProjectedSource, TokenCache
 from ..errors import SpecError, suggest
 from ..interfaces.core_types import Probe
 from ..masking.sequence_info import SequenceInfo
@@ -18,6 +18,7 @@ from ..model_spec import ModelSpec, ProcessorSpec
 from .block import LayerInputs, LayerStack
 from .embeddings_heads import OutputHead, TokenTypeInput
 from .initialisation import initialise_model
+from .recurrence import last_states
 
 # --- Caches of a model ---------------------------------------------------------------------------------
 
@@ -42,13 +43,13 @@ class ModelCache:
     (5, 192)
     """
 
-    layers: Sequence[Mapping[str, KVCache]]
+    layers: Sequence[Mapping[str, TokenCache]]
 
-    def _iter_caches(self) -> Iterator[KVCache]:
+    def _iter_caches(self) -> Iterator[TokenCache]:
         return (cache for layer in self.layers for cache in layer.values())
 
     @property
-    def one(self) -> KVCache:
+    def one(self) -> TokenCache:
         """One of the caches; all of them have received the same tokens."""
         return next(self._iter_caches())
 
@@ -269,7 +270,9 @@ class Transformer(nn.Module):
             for layer in self._first_and_last_stack()[1].blocks
         ]
         if not any(layers):
-            raise SpecError(f"{self.spec.name} has no self-attention to cache; call it without cache=")
+            raise SpecError(
+                f"{self.spec.name} has no self-attention to cache, and no recurrence; call it without cache="
+            )
         return ModelCache(layers)
 
     def _first_and_last_stack(self) -> tuple[LayerStack, LayerStack]:
@@ -308,10 +311,21 @@ class Transformer(nn.Module):
         depth = self._first_and_last_stack()[1].depth
         caches = repeat(None, depth) if cache is None else cache.layers
         sources = encoded.layers if isinstance(encoded, EncoderOutput) else repeat(encoded, depth)
+        state = self._source_state(encoded, source_sequence)
         return [
-            LayerInputs(sequence, cached, source, source_sequence, self._probes)
+            LayerInputs(sequence, cached, source, source_sequence, self._probes, state)
             for cached, source in zip(caches, sources, strict=True)
         ]
+
+    def _source_state(self, encoded: Tensor | EncoderOutput | None, sequence: SequenceInfo | None) -> Tensor | None:
+        """The encoder's state after its last token, if a recurrence starts from it."""
+        blocks = self.spec.stacks[-1].layers
+        if encoded is None or not any(block.starts_from_source for block in blocks):
+            return None
+        if isinstance(encoded, EncoderOutput):
+            return last_states(encoded.states, encoded.tokens)
+        assert sequence is not None  # `_run_encoder` returns both
+        return last_states(encoded, sequence)
 
 
 def resolve_sequence(h: Tensor, sequence: SequenceInfo | None, cache: ModelCache | None) -> SequenceInfo:

@@ -105,13 +105,19 @@ def read_shape(spec: ModelSpec) -> ModelShape:
 
 
 def resize_model(task: Task, changes: Mapping[str, Any]) -> ModelSpec:
-    """The model of a task with another width, number of heads or layers, feed-forward width or positions."""
+    """The model of a task with another width, heads, layers, feed-forward width, positions or network.
+
+    >>> from headwise.data import make_task
+    >>> [block.recurrent for block in resize_model(make_task("dates"), {"network": "gru-fixed"}).stacks[1].layers]
+    [RecurrentSpec(initial='source'), RecurrentSpec(initial='source')]
+    """
     own = task.model()
     if not changes:
         return own
     shape = replace(read_shape(own), **changes)
-    if not isinstance(shape.positions, str) or shape.positions not in ("rotary", "sinusoidal", "none"):
-        raise SpecError(f"positions = {shape.positions!r} is unknown; use rotary, sinusoidal or none")
+    if shape.network != "transformer" and own.kind != "encoder-decoder":
+        fact = f"network = {shape.network!r} has an encoder and a decoder, but the model of {own.name} is {own.kind}"
+        raise SpecError(f"{fact}; use it for a task such as dates or a parallel corpus")
     stack = own.stacks[-1]
     vocabulary = _vocabulary(stack)
     if own.kind == "encoder-decoder":

@@ -151,6 +151,9 @@ class TrainingSetup:
         first_batch = task.batch(0, recipe.batch, "train")
         check_batch(first_batch, spec, "batch 0")
         check_partition(spec, world.parallelism)
+        if spec.has_recurrence and recipe.rows == "packed":
+            fact = f"{spec.name} has a recurrence, which needs a row for each text"
+            raise SpecError(f"rows='packed' is not possible: {fact}; use rows='padded'")
         check_ranks(recipe, world)
         check_samples(recipe, spec, task.usage)
         config = build_config(task, spec, recipe, first_batch)
@@ -207,9 +210,10 @@ class TrainingSetup:
 
     @property
     def _trial_recipe(self) -> Recipe:
-        """The recipe for trial steps, without compilation and packing if the ranks' layout excludes them."""
+        """The recipe for trial steps, without compilation and packing if the ranks or the model exclude them."""
         recipe = replace(self.recipe, compile="off") if _has_layer_collectives(self.ranks.parallelism) else self.recipe
-        return replace(recipe, rows="padded") if self.ranks.parallelism.context > 1 else recipe
+        one_text_per_row = self.ranks.parallelism.context > 1 or self.model_spec.has_recurrence
+        return replace(recipe, rows="padded") if one_text_per_row else recipe
 
     def _make_model(self) -> Transformer:
         recipe = self.recipe

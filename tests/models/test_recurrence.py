@@ -1,0 +1,252 @@
+"""Recurrent encoder-decoders: torch.nn.GRU, a rendering of the whole model in float64, decoding, costs, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import headwise as hw
+from headwise import cli, costs, model_spec as bp
+from headwise.costs.cost_report import estimate_cost
+from headwise.costs.training_memory import recompute_flops
+from headwise.data import Batch, make_task
+from headwise.data.synthetic_task import ModelShape, make_small_translator
+from headwise.distributed.parallel_attention import check_context_parallel
+from headwise.head_analysis.head_importance import IMPORTANCE_METHODS
+from headwise.models.recurrence import GatedRecurrence
+from headwise.studies.variant_models import resize_model
+from headwise.training.training_run import count_step_flops
+from support.saved_bytes import BATCH, SOURCE, TOKENS, backend_profile, model_saved_bytes
+
+WIDTH, HEADS, VOCAB, T, S = 12, 3, 23, 5, 7
+GRUS = ("gru-fixed", "gru-additive", "gru-dot")
+
+
+def described(network: str, layers: int = 2, feed: int = 0) -> bp.ModelSpec:
+    return make_small_translator("small", VOCAB, ModelShape(WIDTH, HEADS, layers, feed, network=network))
+
+
+def built(network: str) -> hw.Transformer:
+    net = hw.build(described(network), seed=0).double()
+    for name, parameter in net.named_parameters():
+        if "norm" not in name and ".embedding" not in name:  # biases and v of additive attention start at 0
+            nn.init.normal_(parameter, std=0.4, generator=torch.Generator().manual_seed(len(name)))
+    return net
+
+
+def torch_gru(weights: dict[str, Tensor], prefix: str) -> nn.GRU:
+    gru = nn.GRU(WIDTH, WIDTH, batch_first=True).double()
+    names = {"input": "weight_ih_l0", "state": "weight_hh_l0", "input_bias": "bias_ih_l0", "state_bias": "bias_hh_l0"}
+    gru.load_state_dict({theirs: weights[f"{prefix}.{ours}"] for ours, theirs in names.items()})
+    return gru
+
+
+def test_a_recurrence_and_its_gradients_are_those_of_torch():
+    torch.manual_seed(0)
+    layer = GatedRecurrence(bp.RecurrentSpec(), WIDTH).double()
+    for bias in (layer.get_parameter("input_bias"), layer.get_parameter("state_bias")):
+        nn.init.normal_(bias)
+    gru = torch_gru({f".{name}": tensor.detach() for name, tensor in layer.named_parameters()}, "")
+    x = torch.randn(2, T, WIDTH, dtype=torch.float64)
+    output, expected = layer(x, hw.SequenceInfo.contiguous(0, T, "cpu")), gru(x)[0]
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    for result in (output, expected):
+        result.square().sum().backward()
+    pairs = {"input": "weight_ih_l0", "state": "weight_hh_l0", "input_bias": "bias_ih_l0", "state_bias": "bias_hh_l0"}
+    for ours, theirs in pairs.items():
+        torch.testing.assert_close(layer.get_parameter(ours).grad, gru.get_parameter(theirs).grad)
+
+
+def rendered(net: hw.Transformer, source: Tensor, x: Tensor) -> Tensor:
+    """Logits of one pair of rows: every sublayer from the paper's formula, the recurrence by torch.nn.GRU."""
+    weights = {name: tensor.detach() for name, tensor in net.state_dict().items()}
+
+    def norm(name: str, h: Tensor) -> Tensor:
+        return F.layer_norm(h, (WIDTH,), weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5)
+
+    def attend(name: str, z: Tensor, memory: Tensor) -> Tensor:
+        dim = WIDTH // HEADS
+        q, k, v = (
+            tensor @ weights[f"{name}.project.{side}"].T for tensor, side in ((z, "q"), (memory, "k"), (memory, "v"))
+        )
+        heads: list[Tensor] = []
+        for head in range(HEADS):
+            own = slice(head * dim, (head + 1) * dim)
+            if f"{name}.similarity.v" in weights:  # 1409.0473: v . tanh(W s + U h + b)
+                inner = torch.tanh(q[:, None, own] + k[None, :, own] + weights[f"{name}.similarity.bias"][head])
+                scores = inner @ weights[f"{name}.similarity.v"][head]
+            else:
+                scores = q[:, own] @ k[:, own].T / dim**0.5
+            heads.append(scores.softmax(-1) @ v[:, own])
+        return torch.cat(heads, -1) @ weights[f"{name}.output.o"].T
+
+    table = weights["encoder.embedding.tokens"]
+    h = table[source]
+    for layer in range(2):
+        gru = torch_gru(weights, f"encoder.{layer}.recurrent")
+        h = h + gru(norm(f"encoder.{layer}.recurrent_norm", h)[None])[0][0].detach()
+    memory = norm("encoder.norm", h)
+    y = table[x]
+    for layer in range(2):
+        name = f"decoder.{layer}.recurrent"
+        first = torch.tanh(memory[-1] @ weights[f"{name}.start"].T + weights[f"{name}.start_bias"])
+        y = y + torch_gru(weights, name)(norm(f"{name}_norm", y)[None], first[None, None])[0][0].detach()
+        if f"decoder.{layer}.cross.output.o" in weights:
+            cross = f"decoder.{layer}.cross"
+            y = y + attend(cross, norm(f"{cross}_norm", y), memory)
+    return norm("decoder.norm", y) @ table.T
+
+
+@pytest.mark.parametrize("pad", ["left", "right"])
+@pytest.mark.parametrize("network", GRUS)
+def test_a_model_with_padded_rows_computes_its_formulas(network: str, pad: str):
+    net, lengths, source_lengths = built(network), (T, 3), (4, S)
+    x, source = torch.randint(VOCAB, (2, T)), torch.randint(VOCAB, (2, S))
+    sequence, source_sequence = (
+        hw.SequenceInfo.from_batch(ids, lengths=own, pad=pad) for ids, own in ((x, lengths), (source, source_lengths))
+    )
+    logits = net(x, sequence=sequence, source=source, source_sequence=source_sequence).detach()
+    for row, (length, source_length) in enumerate(zip(lengths, source_lengths, strict=True)):
+        own, read = (slice(n) if pad == "right" else slice(-n, None) for n in (length, source_length))
+        expected = rendered(net, source[row, read], x[row, own])
+        torch.testing.assert_close(logits[row, own], expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("network", GRUS)
+def test_cached_steps_give_the_states_of_one_pass(network: str):
+    net = built(network)
+    x, source = torch.randint(VOCAB, (3, T)), torch.randint(VOCAB, (3, S))
+    encoded = net.encode(source, sequence=hw.SequenceInfo.from_batch(source, lengths=[S, 4, 6]))
+    padded = hw.SequenceInfo.from_batch(x, lengths=[T, 4, 2], pad="left")
+    for sequence in (None, padded):
+        whole, cache, parts = net(x, sequence=sequence, source=encoded), net.cache(batch=3, capacity=T), []
+        for begin, end in ((0, 3), (3, 4), (4, T)):
+            own = sequence and hw.SequenceInfo(sequence.position[:, begin:end], sequence.segment[:, begin:end])
+            parts.append(net(x[:, begin:end], sequence=own, source=encoded, cache=cache))
+        real = torch.ones(3, T, dtype=torch.bool) if sequence is None else sequence.is_real
+        torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], rtol=1e-10, atol=1e-10)
+        assert cache.nbytes == 2 * 3 * WIDTH * 8  # layers, rows, channels, bytes
+        cache.rows(torch.tensor([2, 2]))
+        new = net(x[2:, :1].expand(2, 1), source=encoded.rows(torch.tensor([2, 2])), cache=cache)
+        torch.testing.assert_close(new[0], new[1])
+
+
+@pytest.mark.parametrize("network", GRUS)
+def test_greedy_decoding_takes_the_likeliest_token_of_full_passes(network: str):
+    net = built(network)
+    source, x = torch.randint(VOCAB, (1, S)), torch.tensor([[1]])
+    expected: list[int] = []
+    for _ in range(6):
+        expected.append(int(net(x, source=source)[0, -1].argmax()))
+        x = torch.cat([x, torch.tensor([[expected[-1]]])], 1)
+    decoded = hw.greedy_decode(net, torch.tensor([[1]]), max_new_tokens=6, encoder_output=net.encode(source))
+    assert decoded == [expected]
+
+
+def test_without_attention_only_the_last_state_of_the_encoder_reaches_the_decoder():
+    net = built("gru-fixed")
+    x, encoded = torch.randint(VOCAB, (1, T)), net.encode(torch.randint(VOCAB, (1, S)))
+    states = encoded.states.clone()
+    states[:, :-1] += 1.0
+    torch.testing.assert_close(net(x, source=encoded._replace(states=states)), net(x, source=encoded))
+    states[:, -1] += 1.0
+    assert not torch.allclose(net(x, source=encoded._replace(states=states)), net(x, source=encoded))
+
+
+@pytest.mark.parametrize("network", GRUS)
+def test_parameters_flops_and_saved_bytes_are_those_that_torch_counts(network: str):
+    spec = described(network, feed=10)
+    net = hw.build(spec, seed=0)
+    assert costs.count_parameters(spec) == sum(parameter.numel() for parameter in net.parameters())
+    for attention in (module for module in net.modules() if isinstance(module, hw.Attention)):
+        attention.backend_name = "dense"
+    with FlopCounterMode(display=False) as counted:
+        net(x := torch.randint(VOCAB, (BATCH, TOKENS)), source=(source := torch.randint(VOCAB, (BATCH, SOURCE))))
+    assert count_step_flops(spec, Batch(x, x, source=source)) == 3 * counted.get_total_flops()
+    load = hw.Workload(BATCH, TOKENS, "fp32", "cpu", source=SOURCE)
+    assert estimate_cost(spec, load).counted_flops["prefill"] == counted.get_total_flops()
+    way = hw.ActivationSettings(backend_profile(spec), source=SOURCE)
+    assert hw.activation_memory(spec, load, way).total == model_saved_bytes(spec, torch.float32, way)
+
+
+def test_a_checkpointed_model_recomputes_the_products_of_its_recurrences():
+    spec, totals = described("gru-dot", feed=10), {}
+    for checkpointing in ("none", "block"):
+        net = hw.build(spec, seed=0).train()
+        net.checkpointing = checkpointing
+        for attention in (module for module in net.modules() if isinstance(module, hw.Attention)):
+            attention.backend_name = "dense"
+        with FlopCounterMode(display=False) as counted:
+            net(torch.randint(VOCAB, (BATCH, TOKENS)), source=torch.randint(VOCAB, (BATCH, SOURCE))).sum().backward()
+        totals[checkpointing] = counted.get_total_flops()
+    way = hw.ActivationSettings("dense", "block", source=SOURCE)
+    done = recompute_flops(spec, hw.Workload(BATCH, TOKENS, "fp32", "cpu", source=SOURCE), way).total
+    assert done == totals["block"] - totals["none"]
+
+
+def test_a_folder_and_a_document_give_the_model_again(tmp_path: Path):
+    net = built("gru-additive").float()
+    hw.save(net, tmp_path / "gru")
+    again = hw.load(tmp_path / "gru")
+    assert again.spec == net.spec == bp.from_toml(str(net.spec))
+    x, source = torch.randint(VOCAB, (2, T)), torch.randint(VOCAB, (2, S))
+    assert torch.equal(again(x, source=source), net.eval()(x, source=source))
+
+
+def test_the_command_trains_and_continues_a_recurrent_translator(tmp_path: Path, capsys: Any):
+    out = str(tmp_path / "run")
+    line = ["train", "dates", "--model", "gru-dot", "--out", out, "--batch", "8", "--set", "recipe.precision=fp32"]
+    assert cli.main([*line, "--steps", "2"]) == 0
+    assert cli.main([*line[:-6], "--out", out + "2", "--set", "recipe.rows=packed"]) == 2
+    assert "has a recurrence, which needs a row for each text; use rows='padded'" in capsys.readouterr().err
+    assert cli.main([*line, "--steps", "3", "--resume"]) == 0
+    assert "3 steps" in capsys.readouterr().out
+    spec = hw.load(out).spec
+    assert spec == resize_model(make_task("dates"), {"network": "gru-dot"})
+    assert [name for name, _ in spec.attention_specs()] == ["decoder.0.cross", "decoder.1.cross"]
+
+
+# --- what is refused -----------------------------------------------------------------------------------
+
+
+def test_packed_rows_and_a_missing_source_are_refused():
+    net, x = built("gru-fixed"), torch.randint(VOCAB, (1, T))
+    source = torch.randint(VOCAB, (1, S))
+    with pytest.raises(ValueError, match="cannot separate packed texts; pad them instead"):
+        net(x, sequence=hw.SequenceInfo.packed([[2, 3]]), source=source)
+    with pytest.raises(ValueError, match="has an encoder, which needs an input"):
+        net(x)
+
+
+def test_a_first_state_needs_an_encoder_of_the_same_width():
+    block = bp.BlockSpec(recurrent=bp.RecurrentSpec("source"))
+    stack = bp.StackSpec.from_blocks("decoder", WIDTH, [block], embedding=bp.EmbeddingSpec(VOCAB))
+    with pytest.raises(hw.SpecError, match="decoder starts from the state of an encoder; give initial='zeros'"):
+        bp.ModelSpec("small", "decoder", (stack,))
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "message"),
+    [
+        ("copy", {"network": "gru-dot"}, "has an encoder and a decoder, but the model of copy is decoder"),
+        ("dates", {"network": "gru"}, "network = 'gru' is unknown; did you mean 'gru-"),
+        ("dates", {"positions": "learned"}, "positions = 'learned' is unknown; use"),
+    ],
+)
+def test_networks_that_do_not_fit_a_task_are_refused(task: str, changes: dict[str, Any], message: str):
+    with pytest.raises(hw.SpecError, match=message):
+        resize_model(make_task(task), changes)
+
+
+def test_analyses_of_the_residual_stream_and_context_parallelism_are_refused():
+    spec = described("gru-dot")
+    with pytest.raises(hw.SpecError, match="whose state needs the tokens in order on one rank"):
+        check_context_parallel(spec)
+    reason = IMPORTANCE_METHODS["lrp"].unsupported_reason(hw.build(spec))
+    assert reason == "encoder.0 has a recurrence, which it does not support"
