@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from torch import nn
 
 import headwise as hw
 from headwise import cli
 from headwise.hub.pretrained_models import load_original
+from headwise.learn.multi_head_analysis import STORED_HEADS
 
 TEXTS = ["The keys to the old cabinet are on the table.", "She gave him a book that nobody had read.",
          "When it rains, the children play inside.", "A man who sells fish told us the way."]  # fmt: skip
@@ -48,6 +50,21 @@ def test_rows_are_its_own(model: nn.Module, folder: Path):
             for head in range(12):
                 own = weights[row, head, :count].numpy()
                 np.testing.assert_allclose(trace.head_weights(layer, head, row=row)[:count], own, atol=1e-5)
+
+
+def test_the_stored_heads_of_headwise_learn_are_those_of_transformers(folder: Path):
+    stored = json.loads(STORED_HEADS.read_text(encoding="utf-8"))
+    eager = load_original(folder)
+    eager.set_attn_implementation("eager")
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = torch.tensor([tokenizer.encode("The cat sat on the mat.").ids])[:, :9]  # without the padding of the file
+    with torch.no_grad():
+        layers = eager(input_ids=ids, output_attentions=True).attentions
+    for head in (*stored["two"], *stored["gallery"]):
+        weights = layers[int(head["site"].split(".")[1])][0, head["head"]].numpy()
+        if "class" not in head:  # the two heads are shown without [CLS] and [SEP]
+            weights = weights[1:-1, 1:-1] / weights[1:-1, 1:-1].sum(-1, keepdims=True)
+        np.testing.assert_allclose(head["weights"], weights, atol=2e-4)
 
 
 def test_silenced_is_without_columns(model: nn.Module):

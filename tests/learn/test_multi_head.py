@@ -11,12 +11,14 @@ import pytest
 
 import headwise as hw
 from headwise.head_analysis.random_baseline import make_random_baseline
+from headwise.learn.multi_head_analysis import STORED_HEADS
 from headwise.learn.sampled_tensors import make_layer, sample
 from headwise.viewer import bundled_sample
 from support import learn_entries as learn
 from support.learn_entries import array, attention, entropy, layer_parts, softmax
 
 ENTRIES = learn.entries_of("002")
+STORED = json.loads(STORED_HEADS.read_text())
 SAMPLE = json.loads(Path(bundled_sample.MEASURES).read_text())
 
 
@@ -81,22 +83,32 @@ def roofline() -> dict:
     return {"tokens": ridge, "ridge": ridge, "batch": 512, "large": 512.0, "small": 64.0, "core": 1.0}
 
 
-def most_different_heads() -> dict:
-    heads = next(weights for name, weights, _ in layers_of_the_trace() if name == "decoder.1.cross")
-    pairs = {
-        (one, other): float(
-            (entropy((heads[one] + heads[other]) / 2) - (entropy(heads[one]) + entropy(heads[other])) / 2).mean()
-        )
-        for one in range(6)
-        for other in range(one + 1, 6)
-    }
-    one, other = max(pairs, key=lambda pair: pairs[pair])
+def two_heads_of_minilm() -> dict:
+    a, b = (np.array(head["weights"]) for head in STORED["two"])
+    divergence = float((entropy((a + b) / 2) - (entropy(a) + entropy(b)) / 2).mean())
+    numbers = {"one": STORED["two"][0]["head"], "other": STORED["two"][1]["head"], "most": math.log(2)}
+    previous = float(np.mean([a[row, row - 1] for row in range(1, len(a))]))
+    repeated = (b[0, 4] + b[4, 0]) / 2
+    return numbers | {"divergence": divergence, "previous": previous, "repeated": float(repeated)}
+
+
+def gallery() -> dict:
+    weights = {head["class"]: np.array(head["weights"]) for head in STORED["gallery"]}
+    words = weights["punctuation"][:, 1:8]
     return {
-        "one": one,
-        "other": other,
-        "divergence": pytest.approx(pairs[one, other], abs=1e-6),
-        "most": math.log(2),
+        "broad": float(np.exp(entropy(weights["broad"])).mean() / 9),
+        "next": float(np.mean([weights["next"][row, row + 1] for row in range(8)])),
+        "separator": float(weights["separator"][:, 8].mean()),
+        "punctuation": float((words[:, 6] / words.sum(1)).mean()),
+        "chance": 1 / 9,
     }
+
+
+def heads_left() -> dict:
+    column = STORED["pruned"]["columns"][4]
+    assert sum(column["classes"].values()) == 24
+    numbers = {"share": 17 / 48, "pruned": 31 / 48, "all": 72, "left": 24, "drift": column["drift"]}
+    return numbers | {"sinks": column["classes"]["sink"], "texts": 120}
 
 
 def shared_space() -> dict:
@@ -206,7 +218,7 @@ EXPECTED = {
     "002-2.3b": intensities,
     "002-2.3c": roofline,
     "002-2.3d": lambda: {f"n{n}": 4 * n * 4096 / (4 * n * 4096 + 8 * 4096**2) for n in (512, 4096, 32768)},
-    "002-2.4": most_different_heads,
+    "002-2.4": two_heads_of_minilm,
     "002-2.5": shared_space,
     "002-2.5b": energy_share,
     "002-2.5c": lambda: {"difference": 0.0},
@@ -217,7 +229,8 @@ EXPECTED = {
     "002-2.6d": by_depth,
     "002-2.6e": spreads,
     "002-2.6g": lambda: {"either": 1.0, "fixed": 0.5},
-    "002-2.6h": lambda: {"share": 17 / 48, "pruned": 31 / 48},
+    "002-2.6h": heads_left,
+    "002-2.6l": gallery,
     "002-2.6i": lambda: {"difference": 0.0, "parameters": 4 * 12 * 8},
     "002-2.7": lambda: {"growth": 2.0},
     "002-2.7b": noisy_heads,
@@ -255,6 +268,7 @@ CHANGES = {
     "002-2.6g": {"alternate": False},
     "002-2.6h": {"remaining": 32},
     "002-2.6i": {"gate": 0.5},
+    "002-2.6l": {"uniform": True},
     "002-2.7": {"with_model": True},
     "002-2.7b": {"fixed": True},
 }
@@ -284,11 +298,28 @@ def test_flops_of_collaborative_scores():
     assert core < numbers["shared_flops"] - projections < 1.03 * core
 
 
-def test_the_figure_of_two_heads_has_a_line_for_each_strong_weight():
-    heads = next(weights for name, weights, _ in layers_of_the_trace() if name == "decoder.1.cross")
-    result = ENTRIES["002-2.4"].check()
-    shown = [heads[result.numbers["one"]], heads[result.numbers["other"]]]
-    assert result.figure.count("<line") == sum(int((weights >= 0.05).sum()) for weights in shown)
+def test_figures_of_heads_have_a_line_for_each_strong_weight():
+    for id, name in (("002-2.4", "two"), ("002-2.6l", "gallery")):
+        strong = sum(int((np.array(head["weights"]) >= 0.05).sum()) for head in STORED[name])
+        figure = ENTRIES[id].check().figure
+        assert figure.count("<line") == strong
+        assert figure.count(">query<") == figure.count(">key<") == len(STORED[name])
+
+
+def test_the_figure_of_columns_has_a_box_for_each_class_that_is_left():
+    columns = STORED["pruned"]["columns"]
+    names = {name for column in columns for name in column["classes"]}
+    figure = ENTRIES["002-2.6h"].check().figure
+    assert figure.count("<rect") == sum(len(column["classes"]) for column in columns) + len(names)
+    for column in columns:
+        assert f">{sum(column['classes'].values())}</text>" in figure
+
+
+def test_the_three_boxes_have_the_intensities_of_the_reason():
+    figure = ENTRIES["002-2.3c"].check().figure
+    assert figure.count("stroke-dasharray") == 3
+    assert figure.count("batch 512: 512 FLOPs per byte") == 2
+    assert figure.count("batch 512: 1 FLOPs per byte") == 1
 
 
 def test_every_run_of_these_sections_is_checked():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.learn import multi_head_code
+from headwise.learn import head_variants, multi_head_code
 from headwise.learn.sampled_tensors import make_layer, sample
 from headwise.viewer import bundled_sample
 from support import learn_entries as learn
@@ -160,3 +160,13 @@ def test_the_figure_of_the_steps_has_every_number():
 def test_every_run_of_these_sections_is_checked():
     ids = {id for id in learn.runnable("002") if id.split("-")[1][0] in "34"}
     assert ids == set(EXPECTED) == set(CHANGES)
+
+
+def test_the_figure_of_compositions_shows_which_heads_meet():
+    tables = {name: np.array(rows) for name, rows in head_variants.influence_of_heads().items()}
+    assert all(rows.sum(1) == pytest.approx(1) for rows in tables.values())
+    assert tables["MHA"] == pytest.approx(np.eye(3))
+    assert (tables["MOHSA"] > 0).tolist() == [[True, True, False], [True, True, True], [False, True, True]]
+    assert all((tables[name] > 0.05).all() for name in ("collaborative", "talking heads", "DCMHA"))
+    figure = ENTRIES["002-4.1"].check().figure
+    assert figure.count("<rect") == 9 * len(tables)

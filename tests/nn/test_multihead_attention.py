@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +103,114 @@ def test_results_are_those_of_torch(options: dict[str, Any], mask: str):
         assert (weights is None) == (expected_weights is None)
         if weights is not None:
             torch.testing.assert_close(weights.double(), expected_weights, rtol=1e-5, atol=1e-6)
+
+
+WIDTHS = ({}, {"kdim": 6}, {"vdim": 10}, {"kdim": 6, "vdim": 10})
+FLAGS = ("bias", "add_bias_kv", "add_zero_attn", "batch_first")
+
+
+def draw_arguments(seed: int) -> tuple[dict[str, Any], list[Tensor], dict[str, Any]]:
+    """Options of the class, inputs and arguments of a call; each seed draws all of them anew."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(options: Any) -> Any:
+        return options[int(torch.randint(len(options), (), generator=generator))]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    options: dict[str, Any] = choose(WIDTHS) | {flag: choose((True, False)) for flag in FLAGS}
+    batch, queries, keys, batched = choose((1, B)), choose((1, T)), choose((1, S)), choose((True, True, False))
+    batch = batch if batched else 1
+    widths = D, options.get("kdim", D), options.get("vdim", D)
+    inputs = [normal(batch, n, width) for n, width in zip((queries, keys, keys), widths, strict=True)]
+    inputs = [x[0] if not batched else x if options["batch_first"] else x.transpose(0, 1) for x in inputs]
+    padding, mask = torch.zeros(batch, keys), torch.zeros(batch * H, queries, keys)
+    padding[0, keys // 2 + 1 :] = 1  # the first key stays, so that torch gives no NaN
+    mask = torch.rand(mask.shape, generator=generator) < 0.3
+    mask[..., 0] = False
+    mask = choose((mask, mask[0], None))
+    call: dict[str, Any] = {"need_weights": choose((True, False)), "average_attn_weights": choose((True, False))}
+    is_added = choose((True, False))
+    if mask is not None:
+        added = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, -torch.inf) + normal(*mask.shape)
+        call["attn_mask"] = added if is_added else mask
+    if choose((True, False)):
+        padding = padding if batched else padding[0]
+        added = torch.zeros(padding.shape, dtype=torch.float64).masked_fill(padding.bool(), -torch.inf)
+        call["key_padding_mask"] = added if is_added else padding.bool()
+    return options, inputs, call
+
+
+@pytest.mark.parametrize("start", range(0, 240, 40))
+def test_any_arguments_give_outputs_weights_and_gradients_of_torch(start: int):
+    for seed in range(start, start + 40):
+        options, inputs, call = draw_arguments(seed)
+        layers, results = both(**options), []
+        for layer in layers:
+            own = [tensor.clone().requires_grad_() for tensor in inputs]
+            output, weights = layer(*own, **call)
+            (output.square().sum() + (0 if weights is None else weights.double().square().sum())).backward()
+            gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+            results.append((output, weights, [tensor.grad for tensor in own], gradients))
+        (theirs, their_weights, *their_gradients), (ours, our_weights, *our_gradients) = results
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+        assert (our_weights is None) == (their_weights is None)
+        if our_weights is not None:
+            torch.testing.assert_close(our_weights.double(), their_weights, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(our_gradients, their_gradients, rtol=1e-5, atol=1e-6)
+
+
+def test_the_drawn_arguments_cover_every_choice():
+    drawn = [draw_arguments(seed) for seed in range(240)]
+    for flag in FLAGS:
+        assert {options[flag] for options, _, _ in drawn} == {True, False}
+    for name in ("attn_mask", "key_padding_mask"):
+        masks = [call.get(name) for _, _, call in drawn]
+        assert {None if mask is None else mask.dtype for mask in masks} == {None, torch.bool, torch.float64}
+    assert {call["attn_mask"].dim() for _, _, call in drawn if "attn_mask" in call} == {2, 3}
+    assert {inputs[0].dim() for _, inputs, _ in drawn} == {2, 3}
+    assert {(options.get("kdim"), options.get("vdim")) for options, _, _ in drawn} == set(
+        itertools.product((None, 6), (None, 10))
+    )
+
+
+def test_inputs_of_the_own_tests_of_torch_give_its_results():
+    script = Path(__file__).parents[1] / "support" / "torch_module_inputs.py"
+    ran = subprocess.run([sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout.split()[-1]) == 128  # 64 inputs in two dtypes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_results_in_each_dtype_are_those_of_torch(dtype: torch.dtype):
+    theirs, ours = (layer.to(dtype) for layer in both(batch_first=True))
+    x = torch.randn(B, T, D).to(dtype)
+    tolerance = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
+    (expected, expected_weights), (output, weights) = theirs(x, x, x), ours(x, x, x)
+    assert output.dtype == expected.dtype == dtype
+    torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(weights.to(dtype), expected_weights, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(0, T, S), (B, 0, S)])
+def test_empty_batches_and_queries_are_those_of_torch(shape: tuple[int, int, int]):
+    theirs, ours = both(batch_first=True)
+    batch, queries, keys = shape
+    query, key = torch.randn(batch, queries, D).double(), torch.randn(batch, keys, D).double()
+    for expected, result in zip(theirs(query, key, key), ours(query, key, key), strict=True):
+        torch.testing.assert_close(result.double(), expected)
+
+
+def test_weights_load_in_both_directions():
+    for options in OPTIONS:
+        theirs, ours = both(**options)
+        assert {name: tensor.shape for name, tensor in ours.state_dict().items()} == {
+            name: tensor.shape for name, tensor in theirs.state_dict().items()
+        }
+        again = nn.MultiheadAttention(D, H, **options).double()
+        again.load_state_dict(ours.state_dict())
+        assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in again.state_dict().items())
 
 
 def test_gradients_are_those_of_torch():

@@ -31,6 +31,6 @@ __all__ = [
     "ProjectedSource",
     "RecurrentStateCache",
     "RingCache",
-    "split_by_retention",
     "TokenCache",
+    "split_by_retention",
 ]

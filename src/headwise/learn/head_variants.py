@@ -13,6 +13,7 @@ from ..interfaces.core_types import Probe
 from ..presets import design, from_toml
 from ..viewer.bundled_sample import load_sample_model
 from .entry import Outcome, judge
+from .matrix_figures import draw_matrices
 from .parameters_and_scaling import change_by_other_heads
 from .sampled_tensors import largest_difference, make_layer, sample
 
@@ -29,7 +30,41 @@ def overlapping_heads(*, overlap: int = 1) -> Outcome:
     used = sum(bool((own - plain[:, [n]]).abs().amax(0).min() < 1e-12) for n in range(12))
     width = layer.head_outputs(x).shape[-1] * 3
     columns = layer.state_dict()["output.o"].shape
-    return judge(used > 4, used=used, own=4, concat=width, w_o=f"{columns[1]} x {columns[0]}")
+    outcome = judge(used > 4, used=used, own=4, concat=width, w_o=f"{columns[1]} x {columns[0]}")
+    return Outcome(outcome.verdict, outcome.numbers, draw_matrices(list(influence_of_heads().items()), ("0", "1", "2")))
+
+
+# Ways of combining heads, each as the lines that differ from multi-head attention with 3 heads of 4 channels.
+COMPOSITIONS = {
+    "MHA": "",
+    "MOHSA": 'project = {part = "Overlapping", overlap = 1}',
+    "collaborative": 'project = {part = "Collaborative", width = 6}',
+    "talking heads": 'modifiers = [{part = "TalkingHeads", on = "scores"}, {part = "TalkingHeads", on = "weights"}]',
+    "DCMHA": 'modifiers = [{part = "Dynamic", on = "scores"}, {part = "Dynamic", on = "weights"}]',
+}
+
+
+def influence_of_heads() -> dict[str, list[list[float]]]:
+    """How the output of each head (row) depends on the key channels of each head (column), as shares of a row.
+
+    It is the norm of the derivatives of a head's output by the rows of W_K that belong to a head in plain multi-head
+    attention; random weights, 7 tokens of width 12.
+    """
+    tables: dict[str, list[list[float]]] = {}
+    for name, lines in COMPOSITIONS.items():
+        vdim = ", vdim = 6" if name == "MOHSA" else ""
+        layer = make_layer(from_toml(f"model = 12\nheads = {{q = 3, dim = 4{vdim}}}\n{lines}"))
+        x = sample(1, 1, 7, 12)
+        weight = next(parameter for key, parameter in layer.named_parameters() if key == "project.k")
+        rows = []
+        for head in range(3):
+            outputs = layer.head_outputs(x)[0, :, head]
+            (gradient,) = torch.autograd.grad(outputs, weight, sample(2 + head, *outputs.shape), retain_graph=True)
+            norms = gradient.flatten(1).norm(dim=1).split(gradient.shape[0] // 3)
+            shares = torch.stack([each.norm() for each in norms])
+            rows.append((shares / shares.sum()).tolist())
+        tables[name] = rows
+    return tables
 
 
 def heads_do_not_exchange(*, modifiers: str = "") -> Outcome:

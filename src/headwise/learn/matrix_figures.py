@@ -1,16 +1,26 @@
-"""Figures as SVG: matrices with their numbers in a row, and the lines of attention heads over a sentence."""
+"""Figures as SVG: matrices with their numbers, the lines of heads over a sentence, stacked columns, labelled boxes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..escaping import escape_svg as escape
 
 CELL_WIDTH, CELL_HEIGHT, GAP, TOP, LEFT = 46, 26, 44, 26, 34
 FONT = 'font-family="system-ui, sans-serif" font-size="12"'
 PANEL_WIDTH, ROW_HEIGHT = 300, 20
-COLORS = ("#176639", "#a8201a", "#0072b2", "#8a5a00")
+COLORS = ("#009e73", "#d55e00", "#3d8fd1", "#b5862d")  # of Okabe and Ito, readable on light and dark pages
+# Letter and colour of each class of heads; the letter distinguishes classes without colour.
+CLASS_COLORS = {
+    "sink": ("K", "#999999"),
+    "rare-token": ("R", "#cc79a7"),
+    "positional": ("P", "#56b4e9"),
+    "syntactic": ("S", "#009e73"),
+    "broad": ("B", "#f0e442"),
+    "punctuation": ("T", "#d55e00"),
+}
+COLUMN_WIDTH, COLUMN_HEIGHT, BOX_WIDTH, BOX_HEIGHT = 52, 220, 220, 92
 
 Matrix = Sequence[Sequence[float]]
 
@@ -75,11 +85,13 @@ def _svg(width: float, height: float, label: str, parts: Sequence[str]) -> str:
 def draw_heads(heads: Sequence[tuple[str, Matrix]], queries: Sequence[str], keys: Sequence[str]) -> str:
     """Heads side by side: a line from each query (left) to each key (right), as thick as the weight."""
     panel, row_height = PANEL_WIDTH, ROW_HEIGHT
-    height = TOP + row_height * max(len(queries), len(keys)) + 8
+    height = TOP + row_height * max(len(queries), len(keys)) + 26
     parts = []
     for number, (name, weights) in enumerate(heads):
         x, color = number * panel, COLORS[number % len(COLORS)]
         parts.append(f'<text x="{x + 8}" y="16" font-weight="600" fill="{color}">{escape(name)}</text>')
+        for side, name, anchor in ((x + 90, "query", "end"), (x + 210, "key", "start")):
+            parts.append(f'<text x="{side}" y="{height - 8}" text-anchor="{anchor}" font-style="italic">{name}</text>')
         for side, tokens, anchor in ((x + 90, queries, "end"), (x + 210, keys, "start")):
             parts += [
                 f'<text x="{side}" y="{TOP + row_height * (row + 0.7):g}" text-anchor="{anchor}">{escape(token)}</text>'
@@ -96,3 +108,56 @@ def _attention_line(x: float, ends: tuple[int, int], weight: float, color: str) 
         f'<line x1="{x + 96}" y1="{y1:g}" x2="{x + 204}" y2="{y2:g}" stroke="{color}" '
         f'stroke-width="{4 * weight:.2f}"><title>{weight:.3f}</title></line>'
     )
+
+
+def draw_columns(columns: Sequence[Mapping[str, int]], labels: Sequence[str], axis: str) -> str:
+    """Stacked columns: the number of heads of each class, with its letter and colour, in each column.
+
+    >>> draw_columns([{"sink": 3}, {"sink": 1}], ["3", "1"], "heads left").count("<rect")
+    3
+    """
+    names = [name for name in CLASS_COLORS if any(name in column for column in columns)]
+    most, parts = max(sum(column.values()) for column in columns), list[str]()
+    for number, column in enumerate(columns):
+        x, y = LEFT + COLUMN_WIDTH * number, float(TOP + COLUMN_HEIGHT)
+        for name in (name for name in names if column.get(name)):
+            letter, color = CLASS_COLORS[name]
+            height = COLUMN_HEIGHT * column[name] / most
+            y -= height
+            parts.append(
+                f'<rect x="{x:g}" y="{y:.1f}" width="{COLUMN_WIDTH - 8}" height="{height:.1f}" fill="{color}" '
+                f'stroke="#17181b" stroke-width="0.5"><title>{name} {column[name]}</title></rect>'
+            )
+            if height >= 11:
+                text = (
+                    f'x="{x + COLUMN_WIDTH / 2 - 4:g}" y="{y + height / 2 + 4:.1f}" text-anchor="middle" font-size="10"'
+                )
+                parts.append(f'<text {text} fill="#17181b">{letter} {column[name]}</text>')
+        label = f'x="{x + COLUMN_WIDTH / 2 - 4:g}" y="{TOP + COLUMN_HEIGHT + 16}" text-anchor="middle"'
+        parts.append(f"<text {label}>{escape(labels[number])}</text>")
+    parts.append(f'<text x="{LEFT}" y="{TOP + COLUMN_HEIGHT + 36}" font-style="italic">{escape(axis)}</text>')
+    legend = LEFT + COLUMN_WIDTH * len(columns) + 12
+    for row, name in enumerate(reversed(names)):
+        letter, color = CLASS_COLORS[name]
+        y = TOP + 20 * row
+        parts.append(f'<rect x="{legend}" y="{y}" width="13" height="13" fill="{color}" stroke="#17181b"/>')
+        parts.append(f'<text x="{legend + 20}" y="{y + 11}">{letter}  {name}</text>')
+    return _svg(legend + 130, TOP + COLUMN_HEIGHT + 44, escape(axis), parts)
+
+
+def draw_boxes(boxes: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Dashed boxes side by side in reading order, each with a title and lines of text.
+
+    >>> draw_boxes([("A", ["one"]), ("B", ["two"])]).count("stroke-dasharray")
+    2
+    """
+    parts = list[str]()
+    for number, (title, lines) in enumerate(boxes):
+        x, color = 8 + (BOX_WIDTH + 28) * number, COLORS[(number + 1) % len(COLORS)]
+        frame = f'x="{x}" y="8" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" fill="none" stroke="{color}"'
+        parts.append(f'<rect {frame} stroke-width="2" stroke-dasharray="6 4" rx="4"/>')
+        parts.append(f'<text x="{x + 10}" y="30" font-weight="600">{escape(title)}</text>')
+        parts += [f'<text x="{x + 10}" y="{52 + 18 * row}">{escape(line)}</text>' for row, line in enumerate(lines)]
+        if number:
+            parts.append(f'<text x="{x - 20}" y="{8 + BOX_HEIGHT / 2:g}" font-size="16">→</text>')
+    return _svg((BOX_WIDTH + 28) * len(boxes), BOX_HEIGHT + 16, escape(", ".join(title for title, _ in boxes)), parts)

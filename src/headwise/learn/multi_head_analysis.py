@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +22,7 @@ from ..presets import design, from_toml
 from ..viewer.bundled_sample import load_sample_model, load_sample_table, load_sample_trace
 from .attention_mechanism import multi_head_formula
 from .entry import Outcome, judge, judge_condition
-from .matrix_figures import draw_heads
+from .matrix_figures import draw_boxes, draw_columns, draw_heads
 from .misconceptions import redundant_heads
 from .parameters_and_scaling import robust_to_corrupted_heads
 from .sampled_tensors import largest_difference, make_layer, sample
@@ -58,7 +61,18 @@ def batching_and_compute(*, batch: int = 512) -> Outcome:
     intensity = {size: 2 * size / 2 for size in (64, batch)}
     cores = [_decode_intensity(rows) for rows in (1, batch)]
     numbers = {"large": intensity[batch], "small": intensity[64], "ridge": ridge, "tokens": tokens, "core": cores[1]}
-    return judge_condition(intensity[batch] > ridge, intensity[64] > ridge, **numbers, batch=batch)
+    outcome = judge_condition(intensity[batch] > ridge, intensity[64] > ridge, **numbers, batch=batch)
+    per_byte = {rows: (2 * rows / 2, core) for rows, core in zip((1, batch), cores, strict=True)}
+    products = [f"batch {rows}: {product:g} FLOPs per byte" for rows, (product, _) in per_byte.items()]
+    core = [f"batch {rows}: {core:g} FLOPs per byte" for rows, (_, core) in per_byte.items()]
+    figure = draw_boxes(
+        [
+            ("x W_Q, x W_K, x W_V", ["weights times activations", *products]),
+            ("q K^T, softmax, a V", ["activations times activations", *core]),
+            ("o W_O", ["weights times activations", *products]),
+        ]
+    )
+    return Outcome(outcome.verdict, outcome.numbers, figure)
 
 
 def _decode_intensity(batch: int) -> float:
@@ -79,28 +93,52 @@ def share_of_cores(*, pattern: str = "causal()") -> Outcome:
     return judge(numbers["n512"] < numbers["n4096"] < numbers["n32768"], **numbers)
 
 
+STORED_HEADS = Path(__file__).with_name("stored_heads.json")
+
 # --- Section 2.4: two heads ----------------------------------------------------------------------------
 
 
 def two_trained_heads(*, same: bool = False) -> Outcome:
-    """The two cross heads of the bundled translator that differ most, over one sentence, with a figure."""
-    trace = load_sample_trace()
-    site = "decoder.1.cross"
-    layer = trace.get_layer(site)
-    heads = [torch.as_tensor(trace.head_weights(site, head)).double() for head in range(layer.heads)]
-    pairs = {
-        (one, other): float((_entropy((a + b) / 2) - (_entropy(a) + _entropy(b)) / 2).mean())
-        for one, a in enumerate(heads)
-        for other, b in enumerate(heads)
-        if one < other
+    """Two heads of one layer of MiniLM over "The cat sat on the mat.", from a stored run, with a figure."""
+    stored = read_stored_heads()
+    pair = stored["two"][:1] * 2 if same else stored["two"]
+    a, b = (torch.tensor(head["weights"], dtype=torch.float64) for head in pair)
+    divergence = float((_entropy((a + b) / 2) - (_entropy(a) + _entropy(b)) / 2).mean())
+    words = stored["words"][1:-1]
+    previous = float(a.diagonal(-1).mean())
+    repeated = float((b[0, 4] + b[4, 0]) / 2)  # "The" and "the"
+    numbers = {"one": pair[0]["head"], "other": pair[1]["head"], "divergence": divergence, "most": math.log(2)}
+    outcome = judge(divergence > 0.1, **numbers, previous=previous, repeated=repeated)
+    named = [(f"head {head['head']}", head["weights"]) for head in pair]
+    return Outcome(outcome.verdict, outcome.numbers, draw_heads(named, words, words))
+
+
+def read_stored_heads() -> Any:
+    """Weights of heads of MiniLM over one sentence, and the heads left while pruning; see tools/learn_figures.py."""
+    return json.loads(STORED_HEADS.read_text(encoding="utf-8"))
+
+
+def gallery_of_heads(*, uniform: bool = False) -> Outcome:
+    """Four heads of MiniLM over one sentence, with what each class claims; `uniform` replaces the weights."""
+    stored = read_stored_heads()
+    weights = {head["class"]: torch.tensor(head["weights"], dtype=torch.float64) for head in stored["gallery"]}
+    count = len(stored["words"])
+    if uniform:
+        weights = {name: torch.full((count, count), 1 / count, dtype=torch.float64) for name in weights}
+    words = weights["punctuation"][:, 1:-1]  # without the sinks [CLS] and [SEP]
+    shares = {
+        "broad": float(_entropy(weights["broad"]).exp().mean()) / count,
+        "next": float(weights["next"].diagonal(1).mean()),
+        "separator": float(weights["separator"][:, -1].mean()),
+        "punctuation": float((words[:, -1] / words.sum(-1)).mean()),
     }
-    one, other = max(pairs, key=lambda pair: pairs[pair])
-    other, divergence = (one, 0.0) if same else (other, pairs[one, other])
-    queries, keys = (trace.streams[name][0].words for name in ("text", "source"))
-    named = [(f"{site} head {head}", heads[head].tolist()) for head in (one, other)]
-    outcome = judge(divergence > 0.1, one=one, other=other, divergence=divergence, most=math.log(2))
-    figure = draw_heads(named, list(queries)[: len(heads[0])], list(keys)[: heads[0].shape[1]])
-    return Outcome(outcome.verdict, outcome.numbers, figure)
+    chance = 1 / count
+    holds = shares["broad"] > 0.5 and all(shares[name] > 2 * chance for name in shares if name != "broad")
+    named = [
+        (f"{head['class']}: {head['site'].split('.')[1]}.{head['head']}", head["weights"]) for head in stored["gallery"]
+    ]
+    outcome = judge(holds, **shares, chance=chance)
+    return Outcome(outcome.verdict, outcome.numbers, draw_heads(named, stored["words"], stored["words"]))
 
 
 # --- Section 2.5: collaborative heads ------------------------------------------------------------------
@@ -223,8 +261,20 @@ def left_or_right(*, alternate: bool = True) -> Outcome:
 
 
 def heads_that_remain(*, remaining: int = 17, heads: int = 48) -> Outcome:
-    """Share of the heads that remain, and that are pruned."""
-    return judge(abs(remaining / heads - 2 / 3) < 0.05, share=remaining / heads, pruned=1 - remaining / heads)
+    """Share of the heads that remain, and that are pruned; with a figure of the heads left in MiniLM, by class."""
+    pruned = read_stored_heads()["pruned"]
+    counts = [column["classes"] for column in pruned["columns"]]
+    left = [sum(column.values()) for column in counts]
+    place = min(range(len(left)), key=lambda number: abs(left[number] / left[0] - remaining / heads))
+    numbers = {"share": remaining / heads, "pruned": 1 - remaining / heads, "all": left[0], "left": left[place]}
+    numbers |= {
+        "drift": pruned["columns"][place]["drift"],
+        "sinks": counts[place].get("sink", 0),
+        "texts": pruned["texts"],
+    }
+    outcome = judge(abs(remaining / heads - 2 / 3) < 0.05, **numbers)
+    axis = f"heads left by {pruned['order']}; letters and colours: class"
+    return Outcome(outcome.verdict, outcome.numbers, draw_columns(counts, [str(count) for count in left], axis))
 
 
 def gate_and_prune(*, gate: float = 0.0) -> Outcome:
