@@ -47,6 +47,12 @@ def test_an_entry_has_quote_verdict_and_reason(capsys: pytest.CaptureFixture[str
     assert "1,048,576 parameters" in " ".join(text.replace("    > ", "").split())
 
 
+def test_a_document_begins_with_its_title(capsys: pytest.CaptureFixture[str]):
+    lines = run(capsys, "004").splitlines()
+    assert lines[0] == "004  What attention is: weighted look-up"
+    assert lines[2].startswith("[+] 004-1  claim  holds")
+
+
 def test_chinese_by_option_and_by_locale(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     text = run(capsys, "003-2.3b", "--lang", "zh")
     assert "论断  成立" in text

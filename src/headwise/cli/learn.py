@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     """Run the entries of a document or topic, each printed as soon as it is computed."""
     args = _parser().parse_args(argv)
     language = current_language()
-    from ..learn.catalogue import find_entries, load_documents
+    from ..learn.catalogue import MODULES, find_entries, load_documents
     from ..learn.entry_text import format_entry, format_list, format_overview
 
     if args.html is not None:
@@ -43,6 +43,9 @@ def main(argv: list[str]) -> int:
     if args.json:
         print_page(to_json([_checked(entry, entry.check()) for entry in entries]))
         return 0
+    if args.what in MODULES:
+        (document,) = load_documents([args.what])
+        print_page(f"{document.id}  {document.title.fill(language, {})}\n")
     for entry in entries:
         print_page(format_entry(entry, entry.check(), language) + "\n")
     return 0
