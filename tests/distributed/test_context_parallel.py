@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headwise.presets import PRESETS
 from support import context_parallel_checks as context_cases
-from support.parallel_models import KINDS
+from support.parallel_models import PRESET_KINDS
 from support.rank_checks import check_no_failure, requested_checks, run_checks_on_ranks
 
 
@@ -18,8 +17,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("preset", "kind"), PRESET_KINDS)
 def test_rows_that_are_divided_are_rows(found, preset, kind):
     check_no_failure(found[f"{preset} {kind}"])
 

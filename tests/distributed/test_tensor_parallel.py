@@ -6,9 +6,8 @@ import pytest
 
 import headwise as hw
 from headwise.distributed.head_partition import partition_model
-from headwise.presets import PRESETS
 from support import tensor_parallel_checks as tensor_cases
-from support.parallel_models import KINDS, make_model_spec
+from support.parallel_models import PRESET_KINDS, make_model_spec
 from support.rank_checks import check_no_failure, requested_checks, run_checks_on_ranks
 
 
@@ -19,8 +18,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run_checks_on_ranks(2, "support.tensor_parallel_checks", names, tmp_path_factory.mktemp("tensor"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("preset", "kind"), PRESET_KINDS)
 def test_a_divided_model_is_the_model(found, preset, kind):
     if preset in tensor_cases.MIXED:
         with pytest.raises(hw.SpecError, match=r"join the scores of 4 heads, so that none .* use data= or context="):

@@ -22,10 +22,13 @@ from headwise.distributed.parallel_attention import (
     shard_tokens,
 )
 from headwise.distributed.tensor_parallel import TensorParallelModel
+from headwise.presets import PRESETS
 from support.layer_cases import check_close
 
 MODEL, HEADS, WORDS = 16, 4, 11
-KINDS = ("decoder", "encoder", "encoder-decoder")
+# An encoder-decoder has the layers of the other kinds; these alone for presets that differ in keys, values or pattern.
+PRESET_KINDS = [(preset, "encoder-decoder") for preset in PRESETS]
+PRESET_KINDS += [(preset, kind) for preset in ("mha", "mla", "longformer", "linear") for kind in ("decoder", "encoder")]
 STEPS = 3
 Loss = Callable[[nn.Module, Batch], Tensor]
 Grads = Mapping[str, Tensor]
