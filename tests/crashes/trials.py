@@ -194,7 +194,7 @@ def _check_ending(run: Run, fault: Fault, baseline: Baseline, outcome: str) -> s
     if run.code not in expected:
         return f"it ends with {run.code}"
     if "Traceback" in run.output:
-        return "it prints a traceback"
+        return f"it prints a traceback: {run.output[run.output.index('Traceback') :][:800]}"
     lines = [line for line in run.output.splitlines() if line.startswith("headwise:")]
     if fault.disk_bytes >= 0 and run.code == 2:
         is_explained = len(lines) == 1 and ("cannot be written" in lines[0] or "no space left" in lines[0].lower())
