@@ -76,7 +76,7 @@ docs: $(STAMP)  ## update the generated parts of the READMEs and docs/
 	@$(BIN)/python tools/build_docs.py
 
 site: $(STAMP)  ## build the documentation site into build/site; warnings are errors
-	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[site]'
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -c constraints-site.txt -e '.[site]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 	@echo "the site is built: build/site/index.html"
 
