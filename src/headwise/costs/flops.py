@@ -524,16 +524,13 @@ def _recurrent_components(
     stack: StackSpec, recurrent: RecurrentSpec, layers: tuple[int, int], early: bool
 ) -> Iterator[LinearComponent]:
     """Yield the matrices of every token, and that of the first state, which is computed once a sequence."""
-    depth, times = layers
-    place, name = f"{stack.name}.{depth}.recurrent", f"{stack.name}.*.recurrent"
-    weights = list_recurrent_weights(recurrent, stack.model, place)
-    per_token = tuple(recurrent.matmul_weights(stack.model))
-    own = tuple(weight for weight in weights if ".start" not in weight.name)
-    yield LinearComponent(name, "recurrent", per_token, lambda call: call.tokens, own, times, early)
-    if recurrent.initial == "source":
-        start = tuple(weight for weight in recurrent.weights(stack.model) if weight.name == "start")
-        own = tuple(weight for weight in weights if ".start" in weight.name)
-        yield LinearComponent(f"{name}.start", "recurrent", start, TOKENS_SCORED_BY_HEAD["first"], own, times, early)
+    (depth, times), place = layers, f"{stack.name}.*.recurrent"
+    weights = list_recurrent_weights(recurrent, stack.model, f"{stack.name}.{depth}.recurrent")
+    for suffix, count_tokens in (("", lambda call: call.tokens), (".start", TOKENS_SCORED_BY_HEAD["first"])):
+        named = [w for w in recurrent.weights(stack.model) if w.name.startswith("start") == bool(suffix)]
+        own = tuple(w for w in weights if (".start" in w.name) == bool(suffix))
+        if matrices := tuple(w for w in named if len(w.shape) == 2):
+            yield LinearComponent(place + suffix, "recurrent", matrices, count_tokens, own, times, early)
 
 
 def _embedding_component(stack: StackSpec, embedding: EmbeddingSpec, early: bool) -> LinearComponent:
