@@ -91,7 +91,7 @@ def read_shape(spec: ModelSpec) -> ModelShape:
 
     >>> from headwise.data import make_task
     >>> read_shape(make_task("recall").model())
-    ModelShape(width=64, heads=4, layers=2, feed=0, positions='rotary')
+    ModelShape(width=64, heads=4, layers=2, feed=0, positions='rotary', network='transformer')
     """
     stack = spec.stacks[-1]
     block = stack.layers[0]
