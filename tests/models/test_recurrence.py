@@ -244,6 +244,12 @@ def test_networks_that_do_not_fit_a_task_are_refused(task: str, changes: dict[st
         resize_model(make_task(task), changes)
 
 
+@pytest.mark.parametrize("network", GRUS)
+def test_the_engine_refuses_recurrent_layers(network: str):
+    with pytest.raises(hw.SpecError, match="this model has recurrent layers"):
+        hw.Engine(built(network), budget=2**24)
+
+
 def test_analyses_of_the_residual_stream_and_context_parallelism_are_refused():
     spec = described("gru-dot")
     with pytest.raises(hw.SpecError, match="whose state needs the tokens in order on one rank"):
