@@ -14,8 +14,8 @@ import headwise as hw
 from headwise import cli
 from headwise.demo import sample_pictures, sample_report, sample_tour
 from headwise.demo.sample_tour import Tour, TourScale, run_sample_tour
-from headwise.demo.terminal_heat_map import terminal_width
 from headwise.errors import SpecError
+from headwise.translation.terminal_text import text_width
 from headwise.viewer.bundled_sample import SOURCE, load_sample_model
 
 SMALL = TourScale(
@@ -59,7 +59,7 @@ def tour(tmp_path_factory: pytest.TempPathFactory, shown: list[str]) -> Tour:
 def test_pages_fit_a_terminal_and_end_with_the_page(tour: Tour, shown: list[str]):
     own = str(tour.folder)
     lines = [line for text in shown for line in text.replace(own, "FOLDER").splitlines()]
-    assert [line for line in lines if terminal_width(line) > 80] == []
+    assert [line for line in lines if text_width(line) > 80] == []
     assert [text.split()[1] for text in shown if text.startswith("──")] == ["1", "2", "3", "4"]
     assert "headwise view" in shown[-1]
     assert str(tour.folder / "report.html") in shown[-1]
