@@ -139,7 +139,12 @@ def test_empty_tensors_need_no_memory():
     checks = OperandChecks("scale_rows", x=FLOAT + "R C")
     for shape, strides, offset in (((5, 0), (1, 1), 3), ((0, 5), (5, 1), 0), ((5, 0), (100, 1), 0)):
         checks.check(torch.empty(3).as_strided(shape, strides, offset))
-    checks.check(torch.ones(5, 3)[5:])
+    base = torch.ones(5, 3)
+    empty = base[5:]
+    base.untyped_storage().resize_(0)
+    checks.check(empty)
+    with pytest.raises(ValueError, match="needs 60 bytes of a storage of 0"):
+        checks.check(base)
 
 
 def test_tables_are_checked_without_overflow():

@@ -277,7 +277,7 @@ def reserve_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device
         memory = torch.from_numpy(np.zeros(size + ALIGNMENT, np.uint8))
     except (MemoryError, ValueError, OverflowError) as error:
         raise ValueError(f"the system refuses to reserve {size:,} bytes of memory; give a smaller budget") from error
-    start = -memory.data_ptr() % ALIGNMENT
+    start = -memory.untyped_storage().data_ptr() % ALIGNMENT
     return memory[start : start + size].view(dtype).view(*shape)
 
 
