@@ -216,7 +216,7 @@ def test_impossible_folding_is_reported():
         prune(net, one, fold="mean")
     with pytest.raises(hw.SpecError, match="unknown fold='median'; did you mean 'mean'"):
         prune(net, one, fold="median")
-    with pytest.raises(ValueError, match=r"Linear has no config with a model_type"):
+    with pytest.raises(ValueError, match=r"Linear is no model of transformers or headwise; hw\.prune_module"):
         prune(torch.nn.Linear(2, 2), 0.5)
 
 
