@@ -156,3 +156,14 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base_layer(x) + 2.0 * self.lora_B["default"](self.lora_A["default"](x))
+
+
+class Wrapped(nn.Module):
+    """Self-attention by an nn.MultiheadAttention."""
+
+    def __init__(self, attention: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.errors import SpecError
 from headwise.surgery import Pool, ToCollaborative, ToMHA
+from support.third_party_attentions import Wrapped
 from support.vision_attentions import CASES as VISION_CASES, DIM, HEADS, WIDE
 
 GROUPS = 2  # key-value heads of nn.Transformer after the conversion, of 4
@@ -232,17 +233,6 @@ def test_modules_that_cannot_be_converted_are_refused():
     twice = nn.Sequential(own[0], own[0]).float().eval()
     with pytest.raises(SpecError, match=r"several depths|same weights"):
         hw.convert_module(twice, 1, torch.randn(1, 5, 10))
-
-
-class Wrapped(nn.Module):
-    """Self-attention by an nn.MultiheadAttention."""
-
-    def __init__(self, attention: nn.MultiheadAttention) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x)[0]
 
 
 class OddRows(nn.Module):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.errors import SpecError
 from headwise.surgery.split_multihead import SplitMultiheadAttention
+from support.third_party_attentions import Wrapped
 from support.vision_attentions import CASES as VISION_CASES, DIM as VISION_DIM, WIDE as VISION_WIDE
 
 WIDE, HEADS, KV, DIM = 10, 6, 3, 4
@@ -350,14 +351,3 @@ def test_attention_with_added_keys_is_refused():
     model = nn.Sequential(Wrapped(nn.MultiheadAttention(MHA_WIDE, MHA_HEADS, add_zero_attn=True))).eval()
     with pytest.raises(SpecError, match="add_zero_attn"):
         hw.prune_module(model, [(0, 1)], torch.randn(4, 2, MHA_WIDE))
-
-
-class Wrapped(nn.Module):
-    """Self-attention by an nn.MultiheadAttention."""
-
-    def __init__(self, attention: nn.MultiheadAttention) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x)[0]

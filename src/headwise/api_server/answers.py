@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ..escaping import shorten_message
@@ -116,8 +117,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 def _text_logprobs(scores: Sequence[TokenScore], offset: int) -> dict[str, Any]:
-    lengths = [len(score.text) for score in scores]
-    offsets = [offset + sum(lengths[:n]) for n in range(len(scores))]
+    offsets = list(accumulate((len(score.text) for score in scores), initial=offset))[: len(scores)]
     return {
         "tokens": [score.text for score in scores],
         "token_logprobs": [score.logprob for score in scores],

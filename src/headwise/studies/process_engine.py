@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from ..interfaces.external_parts import import_part_file, imported_part_files
+from ..machine.capabilities import this_machine
 from .cells import Cell
 from .run_cell import read_result, run_cell, write_result
 
@@ -44,7 +45,7 @@ class ProcessEngine:
     """
 
     def __init__(self, jobs: int | None = None) -> None:
-        self.jobs = len(os.sched_getaffinity(0)) if jobs is None else jobs
+        self.jobs = this_machine().usable_processors if jobs is None else jobs
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Self:

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from ..errors import SpecError
 from ..interfaces.external_parts import imported_part_files
+from ..machine.capabilities import this_machine
 from .cells import Cell
 from .process_engine import MAX_ATTEMPTS, THREAD_VARIABLES, prepare_worker, record_killed
 from .run_cell import read_result, run_cell, write_result
@@ -39,7 +40,7 @@ class RayEngine:
 
     def __enter__(self) -> Self:
         ray = self._ray
-        size = {} if self.address else {"num_cpus": self.jobs or len(os.sched_getaffinity(0))}
+        size = {} if self.address else {"num_cpus": self.jobs or this_machine().usable_processors}
         try:
             ray.init(
                 address=self.address or NEW_CLUSTER,
