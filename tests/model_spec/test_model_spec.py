@@ -32,6 +32,7 @@ from headwise.model_spec import (
     PatchSpec,
     PositionSpec,
     QuantizationSpec,
+    RecurrentSpec,
     StackSpec,
     UnsupportedPart,
     WeightFormat,
@@ -124,6 +125,17 @@ EVERY = (
         beyond=(UnsupportedPart("bends", (("decoder.0.feed.bend", 3),)),),
         quantization=QuantizationSpec(
             WeightFormat("narrow", 3, 2, 16, 8, 4, 8, 2, "flat"), ("*.*.feed",), ("decoder.0.feed.up",)
+        ),
+    ),
+    ModelSpec(
+        "recurrent",
+        "encoder-decoder",
+        (
+            stack(BlockSpec(recurrent=RecurrentSpec()), name="encoder", embedding=EmbeddingSpec(11)),
+            stack(
+                BlockSpec(cross=spec(source=10), recurrent=RecurrentSpec("source")),
+                embedding=EmbeddingSpec(11, table="encoder"),
+            ),
         ),
     ),
 )

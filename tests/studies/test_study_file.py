@@ -110,7 +110,7 @@ def test_mistakes_give_one_line(name: str):
         ({"mha": {}, "mla": {}}, "cannot be matched on 'recall' by params"),
         ({"mha": {}, "mine": {"spec": "missing.toml"}}, "cannot be read"),
         ({"mha": {}, "mine": {"options": {"heds.kv": 2}}}, "has no heds"),
-        ({"mha": {"model": {"positions": "learned"}}}, "use rotary, sinusoidal or none"),
+        ({"mha": {"model": {"positions": "learned"}}}, "use one of none, rotary, sinusoidal"),
     ],
 )
 def test_models_that_cannot_be_made(variants: dict[str, Any], words: str):

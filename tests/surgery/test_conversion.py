@@ -166,5 +166,5 @@ def test_unknown_options_are_reported():
     ]:
         with pytest.raises(hw.SpecError, match=re.escape(message)):
             make()
-    with pytest.raises(ValueError, match="Linear has no config with a model_type"):
+    with pytest.raises(ValueError, match="Linear is no model of transformers or headwise"):
         convert(torch.nn.Linear(2, 2), 2)

@@ -76,7 +76,7 @@ def inputs_and_outputs(net: Transformer) -> tuple[dict[str, Tensor], Tensor]:
 def check_same(model: torch.nn.Module, net: Transformer) -> None:
     """A model of transformers says what ours says."""
     inputs, expected = inputs_and_outputs(net)
-    assert (run_model(model, inputs) - expected).abs().max() <= 1e-5 * expected.abs().max().clamp(min=1)
+    assert (run_model(model, inputs) - expected).abs().max() <= 3e-5 * expected.abs().max().clamp(min=1)
 
 
 def loaded(folder: Path) -> torch.nn.Module:
@@ -467,7 +467,7 @@ def harmed(name: str, change: Callable[[str], str]) -> Callable[[Path], object]:
 HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     "loader": (harmed("load_model.py", lambda text: text + "\n"), "load_model.py does not match its checksum"),
     "loader gone": (lambda f: (f / "load_model.py").unlink(), "load_model.py is missing, but heads.json lists it"),
-    "weights": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), f"{WEIGHTS} does not match"),
+    "weights": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), f"{WEIGHTS} is truncated"),
     "no json": (harmed(RECORD_FILE, lambda text: text[:40]), "heads.json is not JSON"),
     "format": (harmed(RECORD_FILE, lambda text: text.replace('"format": 1', '"format": 2')), "format = 2; this version"),  # noqa: E501 - one case a line
     "kind": (harmed(RECORD_FILE, lambda text: text.replace('"kind": "resized"', '"kind": "own"')), "kind = 'own', not one of"),  # noqa: E501 - one case a line
@@ -481,7 +481,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_harmed_folder_is_refused_in_one_line(tmp_path: Path, here: None):
     net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
     model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
-    whole = {path: path.read_bytes() for path in (tmp_path / "cut").iterdir()}
+    whole = {path: path.read_bytes() for path in (tmp_path / "cut").iterdir() if path.is_file()}
     for harm, words in HARM.values():
         harm(tmp_path / "cut")
         with pytest.raises(hw.SpecError, match=words) as refused:
