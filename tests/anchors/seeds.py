@@ -96,22 +96,26 @@ class LlamaAttention(nn.Module):
 # --- 002: the annotated transformer --------------------------------------------------------------------
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: nn.Module | None = None
+) -> tuple[Tensor, Tensor]:
     """Scores where mask == 0 become -1e9; the softmax is over everything."""
     scores = query @ key.mT / math.sqrt(query.shape[-1])
     if mask is not None:
         scores = scores.masked_fill(mask == 0, HIDDEN)
     weights = scores.softmax(-1)
+    weights = weights if dropout is None else dropout(weights)
     return weights @ value, weights
 
 
 class MultiHeadedAttention(nn.Module):
     """h heads of d_k = d_model / h; four linear maps with biases; mask [B, 1 or T, S] is the same for all heads."""
 
-    def __init__(self, h: int, d_model: int) -> None:
+    def __init__(self, h: int, d_model: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.h, self.d_k = h, d_model // h
         self.linears = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(4))
+        self.dropout = nn.Dropout(p=dropout)
         self.weights: Tensor | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -121,7 +125,7 @@ class MultiHeadedAttention(nn.Module):
             linear(x).view(batch, -1, self.h, self.d_k).transpose(1, 2)
             for linear, x in zip(self.linears, (query, key, value), strict=False)
         )
-        read, self.weights = attention(q, k, v, mask)
+        read, self.weights = attention(q, k, v, mask=mask, dropout=self.dropout)
         return self.linears[3](read.transpose(1, 2).contiguous().view(batch, -1, self.h * self.d_k))
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import headwise as hw
 
@@ -71,6 +72,27 @@ def test_outputs_and_weights_are_those_of_the_formula(options: dict[str, Any], n
         torch.testing.assert_close(weights, expected[1], rtol=1e-6, atol=1e-7)  # weights of a probe are float32 or more
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["plain", "causal", "mask", "bias", "scale"])
+def test_errors_are_about_those_of_torch(case: str, dtype: torch.dtype):
+    """Both against the formula in float64 of the same rounded inputs."""
+    query, key, value = tensors(dtype)
+    visible = MASK | ~MASK.any(-1, keepdim=True)  # torch gives NaN for a query that may attend to nothing
+    later = torch.ones(1, 1, T, S, dtype=torch.bool).tril(S - T)
+    allowed = {"causal": later, "mask": visible}.get(case, torch.ones(1, 1, T, S, dtype=torch.bool))
+    added = BIAS.to(dtype) if case == "bias" else torch.zeros(1, 1, 1, 1, dtype=dtype)
+    scale = 0.3 if case == "scale" else K**-0.5
+    options = {"causal": {"causal": True}, "mask": {"mask": visible}, "bias": {"bias": added}}.get(case, {})
+    ours = hw.attend(query, key, value, scale=scale, **options)[0].double()
+    attn_mask = added if case == "bias" else allowed
+    theirs = F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale, enable_gqa=True).double()
+    doubles, shape = (query.double(), key.double(), value.double()), (B, H, T, S)
+    exact, _ = render(*doubles, allowed.expand(shape), added.double().expand(shape), scale)
+    bound = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
+    assert max(float((theirs - exact).abs().max()), float((ours - exact).abs().max())) < bound
+    assert (ours - exact).norm() <= 3 * (theirs - exact).norm() + 1e-15
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"mask": MASK[..., :T] | torch.eye(T, dtype=torch.bool)}, {"bias": BIAS[..., :T].float()}]
 )
@@ -108,6 +130,15 @@ def test_dropped_weights_are_scaled_up():
     assert 0.72 < nonzero.double().mean() < 0.78
     torch.testing.assert_close(weights[nonzero], torch.full_like(weights[nonzero], 1 / 400 / 0.75))
     torch.testing.assert_close(output, weights @ ones)
+
+
+def test_dropout_may_be_a_module():
+    ones, module = torch.ones(1, 1, 50, 4), nn.Dropout(0.5)
+    for training, share in ((True, 0.5), (False, 0.0)):
+        _, weights = hw.attend(ones, ones, ones, dropout=module.train(training), need_weights=True)
+        assert weights is not None
+        assert (weights == 0).double().mean() == pytest.approx(share, abs=0.05)
+    assert torch.equal(hw.attend(ones, ones, ones, dropout=None)[0], ones)
 
 
 @pytest.mark.parametrize(

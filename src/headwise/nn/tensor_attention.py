@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple, TypedDict, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import backends
 from ..backends import CallSignature, CoreDispatch, CoreInputs, CoreSteps
@@ -29,7 +29,7 @@ class AttendOptions(TypedDict, total=False):
 
     causal: bool
     scale: float | None
-    dropout: float
+    dropout: float | nn.Dropout | None
     need_weights: bool
 
 
@@ -45,9 +45,9 @@ def attend(
 
     Shapes are [B, H, T, K], [B, G, S, K] and [B, G, S, V], where H is a multiple of G; for one head also without H, or
     without B and H. `mask` is True or 1 where a query may attend to a key; `bias` is added to the scores. Both
-    broadcast to [B, H, T, S]. With `causal`, the last query sees all keys. `scale` is 1/sqrt(K) unless given. A query
-    that may attend to nothing gets zeros. Weights and biases need all scores in memory; other calls run on the first
-    backend that supports them.
+    broadcast to [B, H, T, S]. With `causal`, the last query sees all keys. `scale` is 1/sqrt(K) unless given.
+    `dropout` is a probability, or a module that knows whether it is training. A query that may attend to nothing gets
+    zeros. Weights and biases need all scores in memory; other calls run on the first backend that supports them.
 
     >>> q, k, v = torch.randn(3, 2, 8, 5, 16)
     >>> output, weights = attend(q, k, v, mask=torch.ones(5, 5).tril(), need_weights=True)
@@ -57,6 +57,7 @@ def attend(
     _check_tensors(query, key, value)
     _check_options(options)
     dims, causal, need_weights = query.dim(), options.get("causal", False), options.get("need_weights", False)
+    choices = CoreChoices(causal, options.get("scale"), _dropout_probability(options.get("dropout")))
     q, k, v = (_with_heads(tensor) for tensor in (query, key, value))
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     if causal and shape[2] > shape[3]:
@@ -64,10 +65,18 @@ def attend(
     allowed = None if mask is None else _broadcastable("mask", mask, dims, shape).to(q.device, torch.bool)
     probe = _make_probe(None if bias is None else _broadcastable("bias", bias, dims, shape), need_weights)
     core = CoreSizes(q.shape[1], k.shape[1], q.shape[3], v.shape[3])
-    plan = _find_plan(core, options, _signature(q, allowed, probe, options))
+    plan = _find_plan(core, choices, _signature(q, allowed, probe, choices))
     o = _run_core(plan, (q, k, v), allowed, probe)
     weights = None if probe is None else probe.tensors.get("weights")
     return _without_heads(o.transpose(1, 2), dims), None if weights is None else _without_heads(weights, dims)
+
+
+class CoreChoices(NamedTuple):
+    """The arguments of a call that its spec depends on."""
+
+    causal: bool
+    scale: float | None
+    dropout: float
 
 
 class CoreSizes(NamedTuple):
@@ -91,16 +100,14 @@ class CorePlan(NamedTuple):
 _plans: dict[tuple[object, ...], CorePlan] = {}
 
 
-def _find_plan(sizes: CoreSizes, options: AttendOptions, signature: dict[str, object]) -> CorePlan:
-    choices = options.get("causal", False), options.get("scale"), options.get("dropout", 0.0)
+def _find_plan(sizes: CoreSizes, choices: CoreChoices, signature: dict[str, object]) -> CorePlan:
     key = (sizes, choices, *signature.values())
     if key in _plans:
         return _plans[key]
-    causal, scale, dropout = choices
-    spec = design_core(sizes, causal=causal, scale=scale, dropout=dropout)
+    spec = design_core(sizes, **choices._asdict())
     call = CallSignature(spec, spec.core_of(spec.projection_form(False)), **signature)  # pyright: ignore[reportArgumentType] - its fields
     parts = {name: part for name, part in spec.parts() if name not in ("project", "output")}
-    weights = {name: PartWeights(spec, part).train(bool(dropout)) for name, part in parts.items()}
+    weights = {name: PartWeights(spec, part).train(choices.dropout > 0) for name, part in parts.items()}
     steps, scale = CoreSteps.from_spec(spec, weights), spec.similarity.score_scale(call.core)
     plan = CorePlan(spec, backends.make_dispatch(call), steps, scale)
     if not call.is_compiling:  # a plan made in a graph would be a new constant, and recompile it
@@ -110,7 +117,7 @@ def _find_plan(sizes: CoreSizes, options: AttendOptions, signature: dict[str, ob
     return plan
 
 
-def _signature(q_BHTK: Tensor, mask: Tensor | None, probe: Probe | None, options: AttendOptions) -> dict[str, object]:
+def _signature(q_BHTK: Tensor, mask: Tensor | None, probe: Probe | None, choices: CoreChoices) -> dict[str, object]:
     """The properties that the choice of a backend depends on, beside the spec."""
     return {
         "device": q_BHTK.device.type,
@@ -118,7 +125,7 @@ def _signature(q_BHTK: Tensor, mask: Tensor | None, probe: Probe | None, options
         "needs_grad": torch.is_grad_enabled(),
         "single_query": q_BHTK.shape[2] == 1,
         "has_caller_mask": mask is not None,
-        "training": options.get("dropout", 0.0) > 0,
+        "training": choices.dropout > 0,
         "probed_tensors": frozenset[str]() if probe is None else probe.points,
         "is_compiling": torch.compiler.is_compiling(),
         "is_transformed": is_under_functorch(),
@@ -169,6 +176,13 @@ def _without_heads(tensor: Tensor, dims: int) -> Tensor:
 def _check_options(options: AttendOptions) -> None:
     if unknown := sorted(set(options) - set(AttendOptions.__annotations__)):
         raise TypeError(f"attend has no {unknown[0]!r}; {suggest(unknown[0], AttendOptions.__annotations__)}")
+
+
+def _dropout_probability(dropout: float | nn.Dropout | None) -> float:
+    """The probability of a number or of a module, whose mode counts; 0 without any."""
+    if isinstance(dropout, nn.Dropout):
+        return dropout.p if dropout.training else 0.0
+    return 0.0 if dropout is None else dropout
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
