@@ -7,8 +7,9 @@ path runs where headwise's own did, or the other way round; then with every back
 loss is the time of the chosen path over that of the fastest, 1.00 if it is the fastest. Runs alternate, and the fastest
 sample of each counts, because other work can only add to it. The fastest of many paths owes some of its lead to chance,
 so a loss above 5 % is measured again with fresh samples of these two paths alone, and those count. With one thread,
-samples are processor time, to which other processes add little. Exit code 1 if a row loses more than 5 %, or if a
-result depends on the choice.
+samples are processor time, to which other processes add little. The last lines list the kernels that ran, each with its
+largest gain: the time of the fastest path without it over that of the chosen path with it. Exit code 1 if a row loses
+more than 5 %, or if a result depends on the choice.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -109,7 +111,7 @@ def record_path(record: PathRecord) -> Iterator[None]:
     run_kernel = KernelSet.run
 
     def run(self: KernelSet, name: str, *args: Any, **options: Any) -> None:
-        record.kernels.append(name)
+        record.kernels.append(f"{self.module}.{name}")
         run_kernel(self, name, *args, **options)
 
     KernelSet.run = run
@@ -150,8 +152,8 @@ def opposite_points(name: str, points: TakeoverPoints) -> list[tuple[str, Takeov
     ]
 
 
-def alternatives(call: TimedCall) -> tuple[str, dict[str, TimedCall]]:
-    """What headwise chooses for a call, and the call on every other path that could take it."""
+def alternatives(call: TimedCall) -> tuple[PathRecord, dict[str, TimedCall], dict[str, frozenset[str]]]:
+    """The path that headwise chooses for a call, the call on every other path that could take it, and their kernels."""
     points, chosen = current_points(), PathRecord()
     recording = RecordingPoints(points.points)
     with assume_points(TakeoverPoints(points.machine_class, recording, points.calibration)), record_path(chosen):
@@ -162,15 +164,15 @@ def alternatives(call: TimedCall) -> tuple[str, dict[str, TimedCall]]:
             candidates[label] = _within(lambda changed=changed: assume_points(changed), call)
     for name in sorted(chosen.possible):
         candidates[f"backend {name}"] = _within(lambda name=name: force_backend(name), call)
-    runs, paths = dict[str, TimedCall](), {chosen.path}
+    runs, kernels, paths = dict[str, TimedCall](), {"chosen": frozenset(chosen.kernels)}, {chosen.path}
     for label, run in candidates.items():
         record = PathRecord()
         with record_path(record):
             run()
         if record.path not in paths:  # some points decide nothing in this row, and some decide the same
             paths.add(record.path)
-            runs[label] = run
-    return ", ".join(dict.fromkeys(chosen.backends)) or "no backend", runs
+            runs[label], kernels[label] = run, frozenset(record.kernels)
+    return chosen, runs, kernels
 
 
 def _within(context: Callable[[], Any], call: TimedCall) -> TimedCall:
@@ -183,12 +185,13 @@ def _within(context: Callable[[], Any], call: TimedCall) -> TimedCall:
 
 @dataclass(frozen=True)
 class RowChoice:
-    """One row: the fastest sample of the chosen path and of each alternative, and results that differ."""
+    """One row: the fastest sample of the chosen path and of each alternative, results that differ, gains of kernels."""
 
     name: str
     chosen: str
     seconds: Mapping[str, float]
     differs: Mapping[str, str]
+    gains: Mapping[str, float]
 
     @property
     def fastest(self) -> str:
@@ -211,7 +214,7 @@ class RowChoice:
 
 def compare_paths(case: BenchmarkCase, name: str, max_seconds: float, clock: Callable[[], float]) -> RowChoice:
     """Time the chosen path of a row and all alternatives in rounds of random order."""
-    chosen, runs = alternatives(case.ours)
+    chosen, runs, kernels = alternatives(case.ours)
     runs = {"chosen": case.ours, **runs}
     seconds, differs, started = dict[str, float](), dict[str, str](), time.perf_counter()
     expected = list_tensors(case.ours())
@@ -228,11 +231,33 @@ def compare_paths(case: BenchmarkCase, name: str, max_seconds: float, clock: Cal
     limit = MAX_SLOWDOWN * seconds["chosen"]
     calls = {n: max(1, math.ceil(MIN_SAMPLE_SECONDS / s)) for n, s in seconds.items() if s <= limit}
     seconds |= sample_paths(runs, calls, max_seconds - (time.perf_counter() - started), clock)
-    row = RowChoice(name, chosen, seconds, differs)
+    backends = ", ".join(dict.fromkeys(chosen.backends)) or "no backend"
+    row = RowChoice(name, backends, seconds, differs, kernel_gains(seconds, kernels))
     if row.loss > MAX_LOSS:
         pair = {label: calls[label] for label in ("chosen", row.fastest)}
         row = replace(row, seconds=sample_paths(runs, pair, max_seconds, clock))
     return row
+
+
+def kernel_gains(seconds: Mapping[str, float], kernels: Mapping[str, frozenset[str]]) -> dict[str, float]:
+    """For each kernel of the chosen path: the time of the fastest path without it over that of the chosen path."""
+    gains = dict[str, float]()
+    for name in kernels["chosen"]:
+        without = [seconds[label] for label, names in kernels.items() if name not in names]
+        gains |= {name: min(without) / seconds["chosen"]} if without else {}
+    return gains
+
+
+def print_gains(rows: Sequence[RowChoice]) -> None:
+    """Print one line per kernel: the largest gain, its row, and in how many rows it ran."""
+    largest, counts = dict[str, tuple[float, str]](), Counter[str]()
+    for row in rows:
+        counts.update(row.gains.keys())
+        for kernel, gain in row.gains.items():
+            largest[kernel] = max(largest.get(kernel, (0.0, "")), (gain, row.name))
+    print("\n gain  rows  kernel: row of the largest gain", file=sys.stderr)
+    for kernel, (gain, name) in sorted(largest.items(), key=lambda item: item[1]):
+        print(f"{gain:5.2f}  {counts[kernel]:4}  {kernel}: {name}", file=sys.stderr)
 
 
 def sample_paths(
@@ -288,8 +313,9 @@ def main() -> int:
             if not args.json:
                 print(row, flush=True)
     if args.json:
-        columns = ("name", "chosen", "seconds", "differs", "fastest", "loss")
+        columns = ("name", "chosen", "seconds", "differs", "gains", "fastest", "loss")
         print(json.dumps([{column: getattr(row, column) for column in columns} for row in rows], indent=1))
+    print_gains(rows)
     worst = max((row.loss for row in rows), default=1.0)
     print(f"{len(rows)} rows, the largest loss is {worst:.2f}", file=sys.stderr)
     return 1 if worst > MAX_LOSS or any(row.differs for row in rows) else 0
