@@ -57,6 +57,8 @@ FILES = {
     "study.toml": 'hypothesis = "h"\n[variants.mha]\n[tasks.recall]\n',
     "config.json": '{"model_type": "gpt2"}',
     "gpt2/config.json": '{"model_type": "gpt2", "n_layer": 2, "n_head": 4}',
+    "vit/config.json": '{"model_type": "vit", "patch_size": 8, "image_size": 32}',
+    "part.py": "",
     "curves/curves.json": "{}",
     "pruned/heads.json": "{}",
 }
@@ -123,7 +125,7 @@ CASES = [
     ("serve model --tokenizer none.json", "there is no file 'none.json' for --tokenizer"),
     ("serve texts.txt", "texts.txt is a file; give a folder with a model"),
     # sites
-    ("sites nowhere", "there is no preset or file 'nowhere'"),
+    ("sites nowhere", "there is no preset, file or folder 'nowhere'"),
     ("sites gqaa", "did you mean 'gqa'?"),
     # heads
     ("heads model --data none.txt", "there is no file 'none.txt' for --data; give one that exists"),
@@ -132,6 +134,8 @@ CASES = [
     ("heads model --conllu none.conllu", "there is no file 'none.conllu' for --conllu"),
     ("heads model --align texts.txt texts.txt none", "there is no file 'none' for --align"),
     ("heads model --task date", "--task 'date' is unknown; did you mean 'dates'?"),
+    (f"heads vit {TEXTS}", "vit reads images, and --data gives text; give --images PATH"),
+    ("heads vit --text one", "vit reads images, and --text gives text; give --images PATH"),
     (f"heads model {TEXTS} --limit 1", "--limit 1 is too few"),
     (f"heads model {TEXTS} --importance michl", "--importance 'michl' is unknown; did you mean 'michel'?"),
     (f"heads model {TEXTS} --sort entropie", "--sort 'entropie' is unknown; did you mean 'entropy'?"),
@@ -224,6 +228,26 @@ CASES = [
     (f"{CONVERT} --to routed=1", "--to routed=1 is not a known form"),
     (f"{CONVERT} --to mha --align", "--align and --grouping apply to --kv only; leave them out with --to mha"),
     (f"{CONVERT} --kv 0", "--kv 0 is too small; give 1 or more"),
+    (f"convert gpt2 {TEXTS} --kv 0 --out new", "--kv 0 is too small; give 1 or more"),
+    (f"{CONVERT} --to collaborative=0", "--to collaborative 0 is too small; give 1 or more"),
+    (
+        f"convert gpt2 {TEXTS} --to routed=4,2 --out new",
+        "--to routed=4,2 needs 6 heads, and a layer of gpt2 has 4; give two numbers with a sum of at most 4",
+    ),
+    (f"convert vit {TEXTS} --kv 2 --out new", "vit reads images, and --data gives text; use hw.prune or hw.convert"),
+    (
+        f"convert part.py {TEXTS} --kv 2 --out new",
+        "part.py is Python code, and this command reads folders with models; for an nn.Module of your own, call "
+        "headwise.convert_module(model, 2, example) in Python, and name your parts with --import",
+    ),
+    (
+        "prune part.py:make --data texts.txt --keep 0.5 --out new",
+        "call headwise.prune_module(model, [(0, 1)], example)",
+    ),
+    (
+        f"heads part.py {TEXTS}",
+        "part.py is Python code, not a model; give a folder with a model, and parts by --import",
+    ),
     (f"{CONVERT} --to lattent", "--to lattent is not a known form"),
     (f"{CONVERT} --kv 1 --align side", "--align 'side' is unknown"),
     (f"{CONVERT} --kv 1 --grouping simlar", "--grouping 'simlar' is unknown; did you mean 'similar'?"),
@@ -238,6 +262,7 @@ CASES = [
     (f"{CONVERT} --kv 1 --seconds 0", "--seconds 0 is out of range"),
     (f"convert model {TEXTS} --kv 1 --out full", "cannot write to full"),
     # trace
+    ("trace model one --out a.trace", "unexpected argument 'one'; leave it out, or give a text as --text 'one'"),
     (f"{TRACE} --record w", "--record 'w' is unknown; use one of v, z"),
     (f"{TRACE} --precision haf", "--precision 'haf' is unknown; did you mean 'half'?"),
     (f"{TRACE} --export a.txt", "--export a.txt has none of the suffixes .csv, .json, .npz; give one of these"),
@@ -289,6 +314,8 @@ CASES = [
     ("cost nowhere/config.json", "there is no file 'nowhere/config.json'"),
     ("walk mha --batch x", "--batch needs a whole number, got 'x'"),
     ("why mha --want weight", "did you mean 'weights'?"),
+    ("why gpt3", "gpt3 is a whole model, and one layer is needed; give a .toml or .json file, or a preset"),
+    ("spec mha --set modifiers=[{part=Rotary}]", "[{part=Rotary}] is no TOML value; quote it so that its quotes stay"),
     ("bench no_such_kind", "no_such_kind"),
     ("demo --steps 3", "--steps is for training; add --train"),
 ]

@@ -12,7 +12,7 @@ import headwise as hw
 from headwise import model_spec as bp
 from headwise.__main__ import main
 from headwise.generation import encode_text, load_tokenizers
-from headwise.hub.tokenizer_files import attach_tokenizer
+from headwise.hub.tokenizer_files import attach_tokenizer, read_processor
 from headwise.surgery.verification.efficiency import TimingOptions
 from headwise.surgery.verification.proof import ProofOptions, prove
 from support.llama2c_tokenizer import FIRST, reference_tokenize, tokenizer_file
@@ -52,6 +52,15 @@ def test_too_few_ids_another_tokenizer_and_models_of_others_are_refused(tmp_path
     (tmp_path / "odd.bin").write_bytes(b"\x01\x02")
     with pytest.raises(ValueError, match="contains 0 whole pieces"):
         attach_tokenizer(wordless(), str(tmp_path / "odd.bin"))
+
+
+def test_classes_without_names_are_called_as_transformers_calls_them(tmp_path):
+    config = {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config |= {"vocab_size": 9, "architectures": ["BertForSequenceClassification"]}
+    for names, expected in (({}, ("LABEL_0", "LABEL_1")), ({"id2label": {"0": "no", "1": "yes"}}, ("no", "yes"))):
+        (tmp_path / "config.json").write_text(json.dumps(config | names))
+        usage = read_processor(tmp_path, hw.families.read_model_spec(config | names))
+        assert usage.labels == expected
 
 
 def test_a_document_and_pieces_with_scores_are_read_as_they_are_meant(tmp_path):

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from headwise.surgery.attention_replacement import remove_heads
 from headwise.surgery.verification import efficiency as timing
 from headwise.surgery.verification.efficiency import (
+    CostComparison,
+    CostPair,
     TimedPhase,
     TimingOptions,
     compare_speed,
@@ -44,6 +46,15 @@ def test_medians_ratios_and_spread_are_those_of_the_rounds():
     assert found.verdict == "faster"
     assert summarise_rounds(READ, seconds[:, ::-1], (3, 2)).verdict == "slower"
     assert summarise_rounds(READ, np.array([[1.0, 1.01], [1.01, 1.0]] * 3), (0, 0)).verdict == "as fast"
+
+
+def test_a_larger_model_adds_and_a_smaller_one_saves():
+    def summary(parameters: int, cache: int) -> str:
+        costs = (CostPair("parameters", "", 400, parameters), CostPair("cache per token", "bytes", 64, cache))
+        return CostComparison(8, None, "float32", costs, {}).summary
+
+    assert summary(300, 64) == "Saved: 100 of 400 parameters (25.0%) and 0 of 64 cache bytes per token (0.0%)."
+    assert summary(500, 32) == "Saved: 32 of 64 cache bytes per token (50.0%). Added: 100 to 400 parameters (25.0%)."
 
 
 def test_few_or_scattered_rounds_are_inconclusive():

@@ -32,6 +32,10 @@ def check_model_path(name: str) -> None:
         if name in PRESETS:
             raise UsageError(f"{name} is a preset, without weights; {remedy}")
         raise UsageError(f"there is no folder or file {name!r}; give a folder with a model")
+    if path.suffix == ".py":
+        raise UsageError(
+            f"{name} is Python code, not a model; give a folder with a model, and parts by --import {name}"
+        )
     if path.suffix in DESCRIPTION_SUFFIXES:
         keys = read_description_keys(path)
         if "heads" in keys or "stacks" in keys:
@@ -119,20 +123,23 @@ def read_head_counts(model: str) -> HeadCounts | None:
 
     The counts of a pruned model and of an encoder-decoder are unknown before it is loaded.
     """
-    folder = Path(model)
-    if not (folder / CONFIG_FILE).is_file() or (folder / "heads.json").exists():
-        return None
-    try:
-        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # loading the model reports it
-    if not isinstance(config, Mapping) or config.get("is_encoder_decoder"):
+    config = None if (Path(model) / "heads.json").exists() else _read_config(model)
+    if config is None or config.get("is_encoder_decoder"):
         return None
     layers, heads = _find_count(config, LAYER_KEYS), _find_count(config, HEAD_KEYS)
     if layers is None or heads is None:
         return None
     kv = None if any(key in config for key in OTHER_KV_KEYS) else _find_count(config, KV_KEYS) or heads
     return HeadCounts(layers, heads, kv)
+
+
+def _read_config(model: str) -> Mapping[str, Any] | None:
+    """The config.json of a folder; None if there is none, or it cannot be read, which loading the model reports."""
+    try:
+        config = json.loads((Path(model) / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, Mapping) else None
 
 
 def _find_count(config: Mapping[str, Any], keys: Sequence[str]) -> int | None:
@@ -150,8 +157,26 @@ def check_heads_of_config(model: str, name: str, layer: int | None, heads: Seque
         raise UsageError(f"{name}: {model} has no head {wrong[0]}; the heads of a layer are 0..{counts.heads - 1}")
 
 
+def check_routing_of_config(model: str, always: int, active: int) -> None:
+    """Raise if a config.json shows that a model has fewer heads than are always active and active by choice."""
+    counts = read_head_counts(model)
+    if counts is not None and always + active > counts.heads:
+        raise UsageError(
+            f"--to routed={always},{active} needs {always + active} heads, and a layer of {model} has {counts.heads}; "
+            f"give two numbers with a sum of at most {counts.heads}"
+        )
+
+
+def check_text_model(model: str, option: str, remedy: str) -> None:
+    """Raise if a config.json shows that a model reads images, and `option` gives it text."""
+    config = _read_config(model)
+    if config is not None and "patch_size" in config and "vocab_size" not in config and "text_config" not in config:
+        raise UsageError(f"{model} reads images, and {option} gives text; {remedy}")
+
+
 def check_groups_of_config(model: str, kv: int | None) -> None:
     """Raise if a config.json shows that the key-value heads of a model cannot be pooled to `kv` equal groups."""
+    check_minimum("--kv", kv, 1)
     counts = read_head_counts(model)
     if kv is None or counts is None or counts.kv is None or counts.kv % kv == 0:
         return

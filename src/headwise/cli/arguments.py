@@ -193,8 +193,12 @@ def load_named_spec(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
     if name != "-" and not path.exists():
         from ..families.published_models import PUBLISHED_MODELS
 
+        if name in PUBLISHED_MODELS:
+            raise UsageError(
+                f"{name} is a whole model, and one layer is needed; give a .toml or .json file, or a preset"
+            )
         is_path = bool(path.suffix) or len(path.parts) > 1
-        fact = f"there is no file {name!r}" if is_path else f"there is no preset or file {name!r}"
+        fact = f"there is no file {name!r}" if is_path else f"there is no preset, file or folder {name!r}"
         names = [*PRESETS, *PUBLISHED_MODELS]
         raise UsageError(f"{fact}; {'give a .toml or .json file, or a preset' if is_path else suggest(name, names)}")
     return parse_spec_text(name, read_text(name))
@@ -268,10 +272,15 @@ def _enter_key(parent: Any, key: str, path: str) -> Any:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a TOML value (number, list, table, string); anything else is returned as a string."""
+    """Parse a TOML value (number, list, table, string); anything else is returned as a string, except tables."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
+        if text.lstrip().startswith(("{", "[{")):
+            example = "--set 'modifiers=[{part = \"Rotary\"}]'"
+            raise UsageError(
+                f"{text.strip()} is no TOML value; quote it so that its quotes stay, as in {example}"
+            ) from None
         return text.strip()
 
 

@@ -103,6 +103,12 @@ def add_model_arguments(parser: CommandParser, written: str = "the new model") -
 
 def check_compression_arguments(args: argparse.Namespace) -> None:
     """Refuse what cannot work before the model is loaded."""
+    if Path(args.model.partition(":")[0]).suffix == ".py":
+        function, change = ("convert_module", "2") if "kv" in args else ("prune_module", "[(0, 1)]")
+        raise UsageError(
+            f"{args.model} is Python code, and this command reads folders with models; for an nn.Module of your own, "
+            f"call headwise.{function}(model, {change}, example) in Python, and name your parts with --import"
+        )
     check_model_path(args.model)
     check_text_arguments(args)
     is_sweep = "sweep" in args and args.sweep

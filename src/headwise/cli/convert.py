@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from . import known_names
-from .argument_checks import check_choice, check_groups_of_config, check_minimum
+from .argument_checks import check_choice, check_groups_of_config, check_minimum, check_routing_of_config
 from .command_parser import CommandParser, UsageError
 from .compression_arguments import CompressionRun, add_compression_arguments, check_compression_arguments
 
@@ -91,7 +91,6 @@ def _parse_conversion(args: argparse.Namespace) -> AttentionConversion:
         ("--by", args.by, known_names.RANKING_METHODS),
     ):
         check_choice(option, value, names)
-    check_minimum("--kv", args.kv, 1)
     if (args.kv is None) == (args.to is None):
         raise UsageError(f"give exactly one target: --kv COUNT, or --to with one of {', '.join(CONVERSION_FORMS)}")
     if args.to is not None and (args.align != "none" or args.grouping != "consecutive"):
@@ -99,6 +98,10 @@ def _parse_conversion(args: argparse.Namespace) -> AttentionConversion:
     match = FORM.fullmatch(args.to or "mha")
     if match is None:
         raise UsageError(f"--to {args.to} is not a known form; give one of {', '.join(CONVERSION_FORMS)}")
+    if match["width"]:
+        check_minimum("--to collaborative", int(match["width"]), 1)
+    if match["active"]:
+        check_routing_of_config(args.model, int(match["always"]), int(match["active"]))
     from ..surgery import HeadRanking, Pool, ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
 
     if args.kv is not None:

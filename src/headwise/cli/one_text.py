@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from . import known_names
-from .argument_checks import check_choice, check_model_path, check_tokenizer
+from .argument_checks import check_choice, check_model_path, check_text_model, check_tokenizer
 from .arguments import print_page, to_json
 from .command_parser import CommandParser, UsageError
 from .text_arguments import attach_named_tokenizer
@@ -53,6 +53,7 @@ def check_one_text(args: argparse.Namespace, parser: CommandParser) -> None:
         option = {"align_files": "align"}.get(unused[0], unused[0].replace("_", "-"))
         raise UsageError(f"--{option} needs many texts, and --text gives one; leave one of them out")
     check_model_path(args.model)
+    check_text_model(args.model, "--text", "give --images PATH")
     check_tokenizer(args.tokenizer)
     check_choice("--show", args.show, VIEWS)
     check_choice("--over", args.over, known_names.AGGREGATIONS)

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from . import known_names
-from .argument_checks import check_choice, check_input_file, check_tokenizer
+from .argument_checks import check_choice, check_input_file, check_text_model, check_tokenizer
 from .arguments import parse_value
 from .command_parser import CommandParser, UsageError
 
@@ -59,6 +59,9 @@ def check_text_arguments(args: argparse.Namespace) -> None:
         raise UsageError(f"--answer-after {args.answer_after!r} needs lines of text; give them with --data FILE")
     if args.limit is not None and args.limit < 2:
         raise UsageError(f"--limit {args.limit} is too few for a confidence interval; give at least 2")
+    for name in (name for name in TEXT_SOURCES[:4] if options.get(name) is not None):
+        images = "give --images PATH" if "images" in options else "use hw.prune or hw.convert with batches of pixels"
+        check_text_model(args.model, f"--{name.removesuffix('_files')}", images)
     check_input_file("--data", args.data)
     check_input_file("--conllu", args.conllu)
     for name in options.get("align_files") or ():

@@ -53,7 +53,9 @@ def _read_config_fields(where: Path, config: Mapping[str, Any], model_spec: Mode
     if len(model_spec.stacks) > 1:
         fields["begin"] = _read_ids(where, config, "decoder_start_token_id", vocab_size)
     if model_spec.heads and model_spec.heads[0].name == "classes":
-        fields["labels"] = _read_labels(config)
+        # transformers writes no names for two classes, its default, and then calls them LABEL_0 and LABEL_1.
+        names = tuple(f"LABEL_{number}" for number in range(model_spec.heads[0].outputs))
+        fields["labels"] = _read_labels(config) or names
     return fields
 
 

@@ -316,6 +316,8 @@ def _write_first_kind(net: Transformer, source: Path | None, fresh: Path) -> tup
             return "transformers", f"{sentence}: config.json describes every layer.", {"checked": check.message}
         reason = check.message
         shutil.rmtree(fresh)
+    if ".part = " in reason:  # another computation; the loader script only changes sizes
+        return _write_native(net, fresh, f"A headwise folder, because {reason}; load it with headwise.load.")
     _rewrite_folder(source, rewrite, json.loads((source / CONFIG_FILE).read_text(encoding="utf-8")), fresh)
     resized_folder = resized.add_loader(fresh, rewrite, net, reason)
     if not isinstance(resized_folder, str):

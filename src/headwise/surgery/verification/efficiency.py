@@ -97,13 +97,15 @@ class CostComparison:
     @property
     def summary(self) -> str:
         """One sentence: parameters and cache bytes saved."""
-        parts = list[str]()
+        savings: dict[str, list[str]] = {"Saved": [], "Added": []}
         for name, what in (("parameters", "parameters"), ("cache per token", "cache bytes per token")):
             pair = next((cost for cost in self.costs if cost.name == name), None)
             if pair is not None and pair.before:
                 saved = pair.before - pair.after
-                parts.append(f"{saved:,} of {pair.before:,} {what} ({saved / pair.before:.1%})")
-        return f"Saved: {' and '.join(parts)}."
+                amount = f"{saved:,} of" if saved >= 0 else f"{-saved:,} to"
+                change = f"{amount} {pair.before:,} {what} ({abs(saved) / pair.before:.1%})"
+                savings["Saved" if saved >= 0 else "Added"].append(change)
+        return " ".join(f"{verb}: {' and '.join(parts)}." for verb, parts in savings.items() if parts)
 
     @property
     def uncut_cache_notes(self) -> list[str]:
