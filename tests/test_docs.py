@@ -1,11 +1,15 @@
-"""Every Python block of the documentation runs, and the part of one page keeps the contract."""
+"""Every Python block of the documentation runs, and the pages about commands and errors show what is printed."""
 
 from __future__ import annotations
 
 import contextlib
 import doctest
 import io
+import os
 import re
+import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +19,7 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise import cli
 from headwise.nn import head_axis_ops
 from headwise.parts import REGISTRY
 from support import layer_cases as cases
@@ -104,3 +109,88 @@ def test_both_languages_have_the_same_sections_pictures_and_commands(name: str):
     chinese, english = (structure.findall(text) for text in texts)
     assert len(english) > 3
     assert [found.removesuffix("-zh") for found in chinese] == english
+
+
+# --- commands ------------------------------------------------------------------------------------------
+
+COMMANDS_PAGE = (ROOT / "docs" / "commands.md").read_text("utf-8")
+ERRORS_PAGE = (ROOT / "docs" / "errors.md").read_text("utf-8")
+# Arguments that make a command of the session short; the other arguments stay as they are.
+SHORT = {
+    "demo": ["--quick"],
+    "train": ["--steps", "3", "--batch", "8"],
+    "study": ["--set", "recipe.steps=2", "--set", "seeds=[1,2]", "--jobs", "1"],
+    "heads": ["--limit", "4", "--resamples", "100"],
+    "prune": ["--limit", "4", "--seconds", "0.05"],
+    "convert": ["--limit", "4", "--seconds", "0.05"],
+}
+
+
+def run_headwise(line: str) -> tuple[int, str, str]:
+    """Exit code and output of a line `headwise COMMAND ...`, in this process; stdout may go to a file."""
+    words, _, target = line.partition(" > ")
+    argv = shlex.split(words)[1:]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(argv + SHORT.get(argv[0], []))
+    if target:
+        Path(target).write_text(out.getvalue())
+    return code, out.getvalue(), err.getvalue()
+
+
+def serve_until_its_address(line: str) -> None:
+    """Start `headwise serve ...` as a process, read its first line, and stop it."""
+    words = [sys.executable, "-m", *shlex.split(line), "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+        try:
+            assert process.stdout is not None
+            assert re.search(r"http://127\.0\.0\.1:\d+/v1", process.stdout.readline())
+        finally:
+            process.terminate()
+
+
+def test_the_session_has_a_section_for_every_command():
+    sections = re.split(r"^### (.+)\n", COMMANDS_PAGE, flags=re.MULTILINE)
+    assert sorted(sections[1::2]) == sorted(cli.COMMANDS)
+    for command, text in zip(sections[1::2], sections[2::2], strict=True):
+        assert f"\nheadwise {command}" in text, command
+
+
+@pytest.mark.lengthy
+def test_every_command_of_the_session_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each line of a text block is a line that the commands before it print."""
+    shutil.copy(ROOT / "examples" / "windows.toml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    printed = ""
+    for language, block in re.findall(r"^```(sh|text)\n(.*?)^```", COMMANDS_PAGE, re.DOTALL | re.MULTILINE):
+        if language == "text":
+            assert set(block.splitlines()) <= set(printed.splitlines())
+            continue
+        for line in block.splitlines():
+            if line.startswith("headwise serve"):
+                serve_until_its_address(line)
+                continue
+            code, printed, err = run_headwise(line)
+            assert code == 0, f"{line}: {err}"
+            assert printed, line
+    for name in ("runs/dates", "runs/pruned/PROOF.md", "runs/grouped/PROOF.md", "dates.html", "runs/windows/report"):
+        assert Path(name).exists(), name
+
+
+def test_the_refusals_of_the_page_are_those_of_the_commands():
+    transcript = re.search(r"^```console\n(.*?)^```", ERRORS_PAGE, re.DOTALL | re.MULTILINE)
+    assert transcript is not None
+    lines = transcript[1].splitlines()
+    assert len(lines) >= 8
+    for typed, shown in zip(lines[::2], lines[1::2], strict=True):
+        assert run_headwise(typed.removeprefix("$ ")) == (2, "", f"{shown}\n")
+
+
+def test_the_exceptions_of_the_page_are_those_of_the_library():
+    from headwise import errors
+
+    rows = re.findall(r"^\| `(?:hw|headwise\.errors)\.(\w+)` \| `(\w+)`", ERRORS_PAGE, re.MULTILINE)
+    classes = {name: one for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, Exception)}
+    assert dict(rows) == {name: one.__bases__[0].__name__ for name, one in classes.items()}
+    public = re.findall(r"^\| `hw\.(\w+)`", ERRORS_PAGE, re.MULTILINE)
+    assert all(getattr(hw, name) is classes[name] for name in public)
