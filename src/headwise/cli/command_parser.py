@@ -156,8 +156,10 @@ class CommandParser(argparse.ArgumentParser):
         option = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
         names = [name for action in self._actions for name in action.option_strings]
         if option is None:
-            remedy = f"give a text as --text {unknown[0]!r}" if "--text" in names else "quote a value with spaces"
-            self.error(f"unexpected argument {unknown[0]!r}; leave it out, or {remedy}")
+            remedy = "leave it out, or quote a value with spaces"
+            if "--text" in names:
+                remedy = f"leave it out, or give a text as --text {unknown[0]!r}"
+            self.error(f"unexpected argument {unknown[0]!r}; {remedy}")
         hint = suggest(option, names)
         self.error(f"there is no option {option}" + (f"; {hint}" if hint.startswith("did you mean") else ""))
 
