@@ -79,7 +79,7 @@ EXPECTED = {
     "002-3.2g": lambda: {"contiguous": "False", "transposed": "True"},
     "002-3.2h": lambda: {"right": "2 x 5 x 12", "message": REFUSED},
     "002-3.2i": lambda: {"input": "2 x 5 x 12", "heads": "2 x 5 x 15"},
-    "002-3.2j": lambda: {"difference": pytest.approx(0, abs=1e-5), "heads": 8},
+    "002-3.2j": lambda: {"difference": pytest.approx(0, abs=1e-5), "heads": 8, "products": 8},
     "002-3.3": lambda: {"difference": 0.0},
     "002-3.3b": masked_causal_change,
     "002-3.3c": changed_memory,
@@ -139,10 +139,6 @@ def test_verdict_follows_the_input(id: str):
 def test_composition_adds_work_in_proportion_to_its_parameters():
     numbers = ENTRIES["002-4.3"].check().numbers
     assert numbers["share"] < numbers["flops"] < 2 * numbers["share"]
-
-
-def test_a_loop_over_heads_takes_longer():
-    assert ENTRIES["002-3.2j"].check().numbers["ratio"] > 1.2
 
 
 def test_the_figure_of_the_steps_has_every_number():

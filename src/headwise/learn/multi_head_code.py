@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..nn.multihead_attention import MultiHeadAttention
 from ..nn.op_trace import walk
@@ -198,23 +200,37 @@ def one_product_or_many(*, heads: int = 8) -> Outcome:
             outputs.append(_weights(q, k) @ v)
         return torch.cat(outputs, -1)
 
-    difference, ratio = largest_difference(at_once(), in_a_loop()), _fastest(in_a_loop) / _fastest(at_once)
-    return judge(ratio > 1.2, ratio=ratio, difference=difference, heads=heads)
+    with _CountedProducts() as whole:
+        expected = at_once()
+    with _CountedProducts() as loop:
+        difference = largest_difference(expected, in_a_loop())
+    ratio, products = _time_ratio(in_a_loop, at_once), loop.count / whole.count
+    return judge(products > 1 and ratio > 1, ratio=ratio, difference=difference, heads=heads, products=products)
 
 
 def _weights(q: Tensor, k: Tensor) -> Tensor:
     return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
 
 
-def _fastest(run: Callable[[], Tensor], repeats: int = 60) -> float:
-    """Processor time of the fastest of several runs, in seconds."""
-    times = []
-    for _ in range(repeats):
+def _time_ratio(run: Callable[[], Tensor], other: Callable[[], Tensor], repeats: int = 60) -> float:
+    """Processor time of the fastest of several runs over that of another call; the two alternate."""
+    fastest = {run: math.inf, other: math.inf}
+    for call in (run, other) * repeats:
         start = time.process_time_ns()
         for _ in range(5):
-            run()
-        times.append(time.process_time_ns() - start)
-    return min(times) / 5e9
+            call()
+        fastest[call] = min(fastest[call], time.process_time_ns() - start)
+    return fastest[run] / fastest[other]
+
+
+class _CountedProducts(TorchDispatchMode):
+    """Counts the matrix products that torch runs inside the context."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+        return func(*args, **kwargs or {})
 
 
 def cross_heads_align(*, role: str = "cross") -> Outcome:
