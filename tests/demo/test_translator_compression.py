@@ -29,6 +29,7 @@ from headwise.demo.translator import (
 )
 from headwise.errors import SpecError
 from headwise.generation.decoding_strategies import greedy_decode
+from headwise.progress import CountedMessage
 from headwise.surgery.distillation import RetrainingPoint
 from headwise.surgery.hf_export.model_folder import read_record
 from headwise.surgery.pruning_plan import fingerprint_model
@@ -200,6 +201,15 @@ def test_progress_is_printed_as_lines_without_a_terminal():
         "pruned: step 0 of 300",
         "pruned: step 300 of 300",
     ]
+
+
+def test_counts_are_printed_at_intervals_without_a_terminal():
+    string_io = io.StringIO()
+    progress = RetrainingProgress("pruned", 300, string_io)
+    progress.report_stage("ranking heads")
+    for message in [CountedMessage("ranking heads", number, 64, "texts") for number in range(64)]:
+        progress.report_stage(message)
+    assert string_io.getvalue() == "pruned: ranking heads\n"
 
 
 def test_the_numbers_are_plain_values(compressed: dict[str, CompressedTranslator]):

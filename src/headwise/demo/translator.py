@@ -23,7 +23,7 @@ from ..hub.pretrained_models import load
 from ..interfaces.core_types import Probe
 from ..models import Transformer
 from ..output_paths import check_output, stage_folder
-from ..progress import LINE_INTERVAL, format_duration
+from ..progress import LINE_INTERVAL, CountedMessage, format_duration
 from ..surgery import HeadRanking, KeepTop, Pool
 from ..surgery.conversion import convert
 from ..surgery.distillation import RetrainingPoint, UptrainingOptions, uptrain
@@ -261,9 +261,11 @@ class RetrainingProgress:
         self._started = self._last_report = 0.0
 
     def report_stage(self, stage: str) -> None:
-        """Print the current stage; "" clears the line at the end."""
+        """Print the current stage; "" clears the line at the end. In a file, counts appear at intervals."""
         if self._stream.isatty():
             self._stream.write("\r\x1b[K" + (cut(f"{self._name}: {localise(stage)}", LINE_WIDTH) if stage else ""))
+        elif isinstance(stage, CountedMessage) and time.monotonic() - self._last_report <= LINE_INTERVAL:
+            return
         elif stage:
             self._stream.write(f"{self._name}: {localise(stage)}\n")
         self._stream.flush()
