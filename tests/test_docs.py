@@ -26,7 +26,9 @@ from support import layer_cases as cases
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-PAGES = {p.name: p for p in sorted((ROOT / "docs").glob("*.md")) if BLOCK.search(p.read_text())}
+# The code of a Chinese page is that of the English one.
+ENGLISH = [path for path in sorted((ROOT / "docs").glob("*.md")) if not path.name.endswith(".zh.md")]
+PAGES = {path.name: path for path in ENGLISH if BLOCK.search(path.read_text("utf-8"))}
 VARIANT = "adding-a-variant.md"
 
 
@@ -109,6 +111,39 @@ def test_both_languages_have_the_same_sections_pictures_and_commands(name: str):
     chinese, english = (structure.findall(text) for text in texts)
     assert len(english) > 3
     assert [found.removesuffix("-zh") for found in chinese] == english
+
+
+FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+INDENTED = re.compile(r"(?<=\n\n)    \S.*\n(?:(?:    .*)?\n)*")
+CHINESE_GUIDES = [
+    name for name in CHINESE if INDENTED.search(text := (ROOT / "docs" / name).read_text()) or "```" in text
+]
+
+
+def content_of_guide(name: str) -> dict[str, list[str]]:
+    """Everything on a page that does not depend on its language."""
+    text = (ROOT / "docs" / name).read_text("utf-8")
+    prose = INDENTED.sub("", FENCED.sub("", text))
+    links = re.findall(r"\]\(([^)]+)", prose)
+    return {
+        "code": [block.strip() for block in [*FENCED.findall(text), *INDENTED.findall(text)]],
+        "code in sentences": sorted({" ".join(words.split()) for words in re.findall(r"`([^`]+)`", prose)}),
+        "figures": sorted(re.findall(r"\d[\d.,]*\d|\d", re.sub(r"\]\(.*?\)", "", prose))),
+        "links": sorted(re.sub(r"(\.zh)?\.md(#.*)?|^#.*", ".md", link) for link in links),
+        "cells by row": [str(row.replace("\\|", "").count("|")) for row in re.findall(r"^\|.*", prose, re.MULTILINE)],
+    }
+
+
+def test_guides_exist_in_chinese():
+    guides = {"commands", "heads", "surgery", "cost", "training", "view", "generation"}
+    assert {f"{guide}.zh.md" for guide in guides} <= set(CHINESE_GUIDES)
+
+
+@pytest.mark.parametrize("name", CHINESE_GUIDES)
+def test_chinese_guides_have_the_commands_code_figures_and_links_of_the_english_ones(name: str):
+    english = content_of_guide(name.replace(".zh.md", ".md"))
+    for kind, found in content_of_guide(name).items():
+        assert found == english[kind], kind
 
 
 # --- commands ------------------------------------------------------------------------------------------

@@ -53,8 +53,8 @@ def structure(page: Path) -> list[str]:
 
 
 def neutral(links: list[str]) -> list[str]:
-    """Links without the languages of the pages."""
-    return [re.sub(r"(\.zh)?(-CN)?\.md", ".md", link) for link in links]
+    """Links without the languages of the pages, and without headings, which are in these languages."""
+    return [re.sub(r"(\.zh)?(-CN)?\.md(#.*)?", ".md", link) for link in links]
 
 
 def test_both_languages_have_the_same_sections_and_code():
