@@ -1,38 +1,66 @@
-"""Findings of studies: `python tools/study_findings.py RUNS NAME...` writes docs/findings/study-NAME.md.
+"""Findings of studies: `python tools/study_findings.py RUNS NAME...` writes docs/findings/study-NAME.md with figures.
 
 RUNS is the folder of the stored runs; that of studies/NAME.toml is in RUNS/NAME, at the scale "page". Cells without a
-result there are trained, so that an interrupted run goes on.
+result there are trained, so that an interrupted run goes on. The verdict of each study, which a person writes after
+reading its numbers, is in tools/study_verdicts.toml.
 """
 
 from __future__ import annotations
 
 import sys
 import textwrap
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from headwise.files import write_atomically
 from headwise.studies.process_engine import ProcessEngine
-from headwise.studies.study_file import read_study
-from headwise.studies.study_report import render_markdown, write_report
+from headwise.studies.report_figures import SVG_STYLE
+from headwise.studies.report_page import draw_differences, draw_lengths
+from headwise.studies.study_file import Study, read_study
+from headwise.studies.study_report import StudyReport, describe_protocol, list_task_details, write_report
 from headwise.studies.study_runner import run_study
 
 ROOT = Path(__file__).resolve().parents[1]
-SCALE = "page"
+FINDINGS = ROOT / "docs" / "findings"
+SCALE, JOBS = "page", 1
 PAGE = """# Study: {name}
 
-{about}
+**Hypothesis, stated before the runs.** {hypothesis}
+
+{verdict}
+
+## What can be claimed
+
+{claims}
+
+{figures}
+
+## What was not tested
+
+{limits}
+
+## Results
+
+{tables}
+
+## Protocol and environment
 
     headwise study studies/{name}.toml --scale page --jobs {jobs} --out RUNS/{name}
     python tools/study_findings.py RUNS {name}
 
-{report}"""
-ABOUT = (
-    "This page is the report of the study [{name}](../../studies/{name}.toml), made from a stored run on one processor "
-    "core. The scale is small: {cells} models of {parameters} parameters, trained on {tasks} for {steps} steps each; "
-    "what the hypothesis says about other tasks was not run. A difference "
-    "that is not significant here may be so with more seeds or longer training, and what is significant here is shown "
-    "for this task and this size only. [Studies](../studies.md) explains the protocol."
+{protocol}
+"""
+LIMITS = (
+    "The models are small ({parameters} parameters) and are trained for {steps} steps on {tasks}: what is shown holds "
+    "for this size and this task. What is not significant may become so with more seeds or longer training. "
+    "[Studies](../studies.md) explains the protocol, and [{name}](../../studies/{name}.toml) is the study file."
 )
-JOBS = 0
+COLOURS = """
+:root { --text: #1b1b1f; --muted: #5c5c66; --line: #dcdce0; --seed: #3b3fb6; }
+@media (prefers-color-scheme: dark) { :root { --text: #ececf1; --muted: #a3a3ad; --line: #34343c; --seed: #9aa0ff; } }
+"""
 
 
 def write_page(name: str, runs: Path) -> Path:
@@ -40,19 +68,73 @@ def write_page(name: str, runs: Path) -> Path:
     study = read_study(ROOT / "studies" / f"{name}.toml", SCALE)
     results = run_study(study, runs / name, ProcessEngine(JOBS), progress=lambda line: print(line, file=sys.stderr))
     report = write_report(results, runs / name)
-    sizes = [model.size.parameters for model in results.grid.models.values()]
-    steps = {recipe.steps for recipe in results.grid.recipes.values()}
-    about = ABOUT.format(
+    verdicts = tomllib.loads((ROOT / "tools" / "study_verdicts.toml").read_text(encoding="utf-8"))
+    tables = [
+        table for task in study.tasks.values() for table in (report.score_table(task), *list_task_details(report, task))
+    ]
+    page = PAGE.format(
         name=name,
-        cells=len(results.cells),
+        jobs=JOBS,
+        hypothesis=_fill(study.hypothesis),
+        verdict=_fill(verdicts[name]),
+        claims=_list(report.claims),
+        figures="\n\n".join(_write_figures(report)),
+        limits=_list(_list_limits(report)),
+        tables="\n\n".join(table.markdown.rstrip() for table in tables),
+        protocol=_list([*report.failures, *describe_protocol(report)]),
+    )
+    path = FINDINGS / f"study-{name}.md"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _write_figures(report: StudyReport) -> Iterator[str]:
+    """Write the figures of the page beside it; yields the lines that show them."""
+    name = report.results.study.name
+    for task in report.results.study.tasks.values():
+        drawn = {"differences": draw_differences(report, task), "lengths": draw_lengths(report, task)}
+        for kind, figures in drawn.items():
+            for svg, caption in figures:
+                file = f"study-{name}-{task.name}-{kind}.svg"
+                head, _, body = svg.partition(">")
+                text = f"{head}><style>{COLOURS}{SVG_STYLE}</style>{body}\n"
+                write_atomically(FINDINGS / file, text.encode())
+                yield f"![{task.name}: {caption}]({file})\n\n{_fill(f'{task.name}: {caption}')}"
+
+
+def _list_limits(report: StudyReport) -> Iterator[str]:
+    """What the page does not show: the size of its models, and what the scale leaves out of the study file."""
+    study, grid = report.results.study, report.results.grid
+    full = read_study(ROOT / "studies" / f"{study.name}.toml")
+    sizes = [model.size.parameters for model in grid.models.values()]
+    yield LIMITS.format(
+        name=study.name,
         tasks=" and ".join(study.tasks),
         parameters=" to ".join(dict.fromkeys((f"{min(sizes):,}", f"{max(sizes):,}"))),
-        steps=" to ".join(f"{one:,}" for one in sorted({min(steps), max(steps)})),
+        steps=" to ".join(f"{one:,}" for one in sorted({recipe.steps for recipe in grid.recipes.values()})),
     )
-    body = render_markdown(report).split("\n", 2)[2]
-    page = ROOT / "docs" / "findings" / f"study-{name}.md"
-    page.write_text(PAGE.format(name=name, about=textwrap.fill(about, 118), jobs=JOBS, report=body), encoding="utf-8")
-    return page
+    for kind, before, after in _left_out(full, study):
+        if missing := [one for one in before if one not in after]:
+            yield f"{kind} of the study file that were left out at this scale: {', '.join(missing)}."
+    if len(full.rates) > 1 and len(study.rates) == 1:
+        rates = ", ".join(f"{rate:g}" for rate in full.rates)
+        yield f"A single learning rate, {study.rates[0]:g}, although the study file tries {rates} for each variant."
+
+
+def _left_out(full: Study, study: Study) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    yield "Tasks", full.tasks, study.tasks
+    yield "Variants", full.variants, study.variants
+    yield "Edits", full.edits, study.edits
+    for name, task in study.tasks.items():
+        yield f"Tests on {name}", full.tasks[name].tests, task.tests
+
+
+def _fill(text: str) -> str:
+    return "\n\n".join(textwrap.fill(part, 118) for part in text.strip().split("\n\n"))
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(textwrap.fill(f"- {line}", 118, subsequent_indent="  ") for line in lines)
 
 
 def main(argv: list[str]) -> int:

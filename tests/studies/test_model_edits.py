@@ -46,6 +46,7 @@ def test_ablated_and_pruned_heads_are_rows_of_zeros(net: hw.models.Transformer, 
             matrix[:, head * width : (head + 1) * width] = 0
     expected = loss(by_hand)
     assert expected != pytest.approx(loss(net), rel=1e-4)
+    assert evaluate_edit(net, TASK, RECIPE, ModelEdit("ablate", count=4), tmp_path) == ablated
     assert ablated["metrics"]["loss"] == pytest.approx(expected, rel=1e-5)
     assert pruned["metrics"]["loss"] == pytest.approx(expected, rel=1e-5)
     assert ablated["parameters"] == sum(one.numel() for one in net.parameters())
@@ -70,6 +71,8 @@ def test_conversion_and_training_after_it(net: hw.models.Transformer, tmp_path: 
         ({"change": "ablate", "share": 0.5, "steps": 3}, "trains heads that it ablates"),
         ({"change": "prune", "share": 0.5, "ranking": "bets"}, "did you mean 'best'"),
         ({"change": "prune", "chare": 0.5}, "has no field 'chare'"),
+        ({"change": "ablate", "share": 0.5, "count": 1}, "leave one of them out"),
+        ({"change": "prune", "count": 1}, "leave one of them out"),
         (0.5, "is no table"),
     ],
 )
@@ -81,7 +84,9 @@ def test_refusals(values: Any, words: str):
 
 def test_a_scale_leaves_out_what_it_sets_to_false():
     table: dict[str, Any] = {"hypothesis": "x", "variants": {"mha": {}, "gqa": {}}, "tasks": {"recall": {}, "copy": {}}}
-    table["scales"] = {"page": {"tasks": {"copy": False}, "variants": {"gqa": False}}}
+    table["edits"] = {"half": {"change": "ablate", "share": 0.5}}
+    table["scales"] = {"page": {"tasks": {"copy": False}, "variants": {"gqa": False}, "edits": {"half": False}}}
     study = parse_study(table, "t", "page", {})
+    assert not study.edits
     assert (list(study.variants), list(study.tasks)) == (["mha"], ["recall"])
     assert list(parse_study(table, "t", "small", {}).tasks) == ["recall", "copy"]

@@ -10,7 +10,16 @@ import pytest
 import scipy.stats
 
 from headwise.studies.cells import CellGrid
-from headwise.studies.seed_statistics import bootstrap_mean, paired_t_test, score_variants, student_tail
+from headwise.studies.contrasts import Readout
+from headwise.studies.seed_statistics import (
+    bootstrap_mean,
+    compare_seeds,
+    paired_t_test,
+    score_variants,
+    student_quantile,
+    student_tail,
+    t_interval,
+)
 from headwise.studies.study_file import parse_study
 from headwise.studies.study_runner import CellResult, StudyResults, choose_rates
 
@@ -26,6 +35,17 @@ TABLE: dict[str, Any] = {
 @pytest.mark.parametrize(("t", "freedom"), [(0.0, 3), (0.3, 1), (2.1, 2), (4.4, 4), (1.0, 9), (30.0, 3), (2.0, 200)])
 def test_tail_of_student(t: float, freedom: int):
     assert student_tail(t, freedom) == pytest.approx(2 * scipy.stats.t.sf(t, freedom), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 5, 30])
+def test_quantile_of_student(freedom: int):
+    assert student_quantile(freedom) == pytest.approx(scipy.stats.t.ppf(0.975, freedom), rel=1e-9)
+
+
+def test_interval_of_differences_is_scipys():
+    values = np.random.default_rng(1).normal(0.2, 1, 5)
+    expected = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert t_interval(values.tolist())[1:] == pytest.approx((expected.low, expected.high), rel=1e-9)
 
 
 def test_paired_test_is_scipys():
@@ -46,9 +66,9 @@ def test_bootstrap_interval_is_scipys():
     assert own[1:] == pytest.approx(tuple(theirs.confidence_interval), abs=0.03)
 
 
-def make_results(values: dict[str, list[float | None]]) -> StudyResults:
+def make_results(values: dict[str, list[float | None]], **changes: Any) -> StudyResults:
     """Results of a study with these accuracies; None is a cell that diverged."""
-    grid = CellGrid(parse_study(TABLE, "t", "small", {}))
+    grid = CellGrid(parse_study({**TABLE, **changes}, "t", "small", {}))
     rates = {(name, "recall"): 0.001 for name in values}
     cells = []
     for cell in grid.report_cells(rates):
@@ -79,6 +99,46 @@ def test_scores_and_comparisons():
     assert not mha.is_best
     assert linear.failures == ("seed 2: diverged",)
     assert linear.success_rate == 0.0
+
+
+def test_contrasts_are_in_the_correction():
+    values = {"mha": [0.5, 0.6, 0.7, 0.4], "gqa": [0.8, 0.95, 1.0, 0.65], "linear": [0.1, None, 0.35, 0.0]}
+    results = make_results(values, contrasts=[["linear", "gqa"], ["learning of gqa", "learning of mha"]])
+    compared = compare_seeds(results)
+    name = "linear minus gqa"
+    assert compared[name, "recall"].pairs == pytest.approx((0.1 - 0.8, 0.35 - 1.0, 0.0 - 0.65))
+    assert compared["learning of gqa minus learning of mha", "recall"].difference.value == pytest.approx(0.75 * 0.3)
+    raw = {key: one.p for key, one in compared.items()}
+    assert raw[name, "recall"] == pytest.approx(scipy.stats.ttest_1samp([-0.7, -0.65, -0.65], 0).pvalue)
+    assert len(raw) == 4
+    smallest = min(raw, key=lambda key: raw[key])
+    assert compared[smallest].corrected_p == pytest.approx(min(1.0, 4 * raw[smallest]))
+    assert score_variants(results)["gqa", "recall"].comparison == compared["gqa", "recall"]
+
+
+def test_readouts():
+    cell: dict[str, Any] = {
+        "metrics": {"accuracy": 0.9},
+        "tests": {"longer": {"accuracy": 0.3}},
+        "edits": {"half": {"metrics": {"accuracy": 0.7}}},
+        "curve": [{"metrics": {"accuracy": 0.1}}, {"metrics": {"accuracy": 0.5}}],
+        "heads": {"measures": {"entropy": 1.5}, "diversity": 0.25},
+        "heads_at": {"step 0": {"measures": {"entropy": 2.0}}, "test longer": {"measures": {"entropy": 2.5}}},
+    }
+    expected = {
+        "a": 0.9,
+        "a on longer": 0.3,
+        "a after half": 0.7,
+        "change of a on longer": -0.6,
+        "change of a after half": -0.2,
+        "learning of a": 0.3,
+        "entropy of a": 1.5,
+        "entropy of a at step 0": 2.0,
+        "entropy of a on longer": 2.5,
+        "diversity of a": 0.25,
+    }
+    assert {text: Readout.parse(text).read(cell, "accuracy") for text in expected} == pytest.approx(expected)
+    assert all(Readout.parse(text).read(cell, "accuracy") is None for text in ("a on other", "entropy of a at step 9"))
 
 
 def test_best_needs_significance():

@@ -91,6 +91,13 @@ MISTAKES = {
     "two sources": ({"variants": {"mha": {"preset": "gqa", "spec": "x.toml"}}}, "give one of them"),
     "shape": ({"model": {"wide": 3}}, "did you mean 'width'"),
     "grid": ({"seeds": list(range(1, 60_000))}, "give fewer variants"),
+    "contrast": ({"contrasts": [["few", "mhaa"]]}, "did you mean 'mha'"),
+    "contrast of a test": ({"contrasts": [["few on long", "mha"]]}, "did you mean 'longer'"),
+    "contrast after an edit": ({"contrasts": [["few after half", "mha"]]}, "not in edits"),
+    "measure": ({"contrasts": [["entropi of few", "mha"]]}, "did you mean 'entropy'"),
+    "place": ({"contrasts": [["change of few", "mha"]]}, "is not measured there"),
+    "single contrast": ({"contrasts": ["few"]}, "no pair of texts"),
+    "words": ({"contrasts": [["few in half", "mha"]]}, "VARIANT after EDIT"),
     "empty": ({"variants": {}}, "0 variants and 1 tasks"),
 }  # fmt: skip
 
@@ -127,6 +134,16 @@ def test_unknown_scale_and_unreadable_files(tmp_path: Path):
             read_study(tmp_path / "bad.toml")
     with pytest.raises(SpecError, match="cannot be read as a study"):
         read_study(tmp_path / "missing.toml")
+
+
+def test_a_scale_leaves_out_contrasts():
+    table = {**TABLE, "contrasts": [["few on longer", "mha on longer"], ["entropy of few", "entropy of mha"]]}
+    table["variants"] = {**TABLE["variants"], "mqa": {}}
+    names = [one.name for one in parse_study(table, "few", "small", {}).contrasts]
+    assert names == ["few on longer minus mha on longer", "entropy of few minus entropy of mha"]
+    table["scales"] = {"page": {"tasks": {"recall": {"tests": {"longer": False}}}}, "two": {"variants": {"few": False}}}
+    assert [one.name for one in parse_study(table, "few", "page", {}).contrasts] == names[1:]
+    assert parse_study(table, "few", "two", {}).contrasts == ()
 
 
 def test_a_variant_from_a_file_and_a_resized_model(tmp_path: Path):

@@ -32,6 +32,7 @@ hypothesis = "A window of 3 recalls less than full attention; <script>alert(1)</
 match = "params"
 seeds = [1, 2, 3]
 head_texts = 2
+contrasts = [["near on longer", "mha on longer"], ["learning of gqa", "learning of mha"]]
 
 [recipe]
 steps = 6
@@ -181,7 +182,9 @@ def test_the_report(finished: tuple[StudyResults, StudyReport, Path]):
     assert f"{mean:.4g}" in page
     assert "<script" not in page
     assert "//" not in page.replace('xmlns="http://www.w3.org/2000/svg"', "")
-    assert page.count("<svg") == 10  # strips, three costs, three axes of time, length of the test, two of decoding
+    assert (
+        page.count("<svg") == 11
+    )  # strips, differences, three costs, three axes of time, length of the test, two of decoding
     measured = json.loads((folder / "decoding.json").read_text())["variants"]["gqa"][-1]
     assert f"{1000 * measured['prompt']:.2f} | {measured['held']:,} | equal |" in text
     assert all(claim in text for claim in report.claims)
@@ -189,6 +192,12 @@ def test_the_report(finished: tuple[StudyResults, StudyReport, Path]):
         summaries = [one.result["heads_at"][place] for one in results.report_cells("gqa", "recall")]
         entropy = sum(one["measures"]["entropy"] for one in summaries) / len(summaries)
         assert f"| gqa | {place} | {entropy:.4g} |" in text
+    name = "near on longer minus mha on longer"
+    difference, low, high = report.comparisons[name, "recall"].difference
+    assert f"recall: {name}: {difference:+.3f} ({low:+.3f} to {high:+.3f}), p " in text
+    assert f"| {name} | {difference:+.3f} ({low:+.3f} to {high:+.3f}) | 3 | " in text
+    assert page.count(name) == 4  # a claim, a row, and a label and a title in the figure
+    assert "recall: seeds that reach 0.1: mha " in text or "recall: all seeds of all variants reach 0.1" in text
     rows = (folder / "report" / "results.csv").read_text().splitlines()
     cell = results.report_cells("gqa", "recall")[0]
     value = cell.result["metrics"]["accuracy"]

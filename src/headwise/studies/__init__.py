@@ -3,6 +3,7 @@
 In reading order:
 
 - `study_file` reads a study from TOML: variants, tasks, seeds, learning rates, matching, scales;
+- `contrasts` are further comparisons that the file plans, of edited models, further tests or measures of heads;
 - `variant_models` makes the model of a variant on a task, with its size matched to the baseline;
 - `cells` lists the training runs (cells) of a study; `run_cell` is one of them, on any engine; `cell_heads` summarises
   what the heads of its model do, `model_edits` tests the model again without some heads or with shared ones;

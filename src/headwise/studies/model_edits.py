@@ -34,8 +34,8 @@ TEST_BATCHES = 4
 class ModelEdit:
     """One edit of every trained model of a study, as the table [edits.NAME] of its file states it.
 
-    - `change`: "ablate" replaces the outputs of a `share` of all heads, as `mode` says; "prune" removes that share, and
-      "convert" shares keys and values so that `kv` key-value heads are left in each layer;
+    - `change`: "ablate" replaces the outputs of a `share` of all heads, or of `count` heads, as `mode` says; "prune"
+      removes that share, and "convert" shares keys and values so that `kv` key-value heads are left in each layer;
     - `ranking`: which heads are changed, the least important ones by a method of `HeadRanking`, or by "gates", which
       are trained for `gate_steps` (1905.09418);
     - `align`: how heads are rotated before their mean is taken, as in `Pool`;
@@ -45,6 +45,7 @@ class ModelEdit:
 
     change: str
     share: float = 0.0
+    count: int = 0
     kv: int = 0
     mode: str = "zero"
     ranking: str = "random"
@@ -64,6 +65,7 @@ class ModelEdit:
         edit = ModelEdit(
             record.read_text("change", ""),
             record.read_number("share", 0.0),
+            record.read_int("count", default=0),
             record.read_int("kv", default=0),
             record.read_text("mode", "zero"),
             record.read_text("ranking", "random"),
@@ -88,7 +90,9 @@ class ModelEdit:
                 raise SpecError(f"edits.{name}.{key} = {value!r} is unknown; {suggest(value, allowed)}")
         if self.change == "convert" and self.kv < 1:
             raise SpecError(f"edits.{name} leaves {self.kv} key-value heads; give kv = 1 or more")
-        if self.change != "convert" and not 0 < self.share < 1:
+        if self.count and (self.change != "ablate" or self.share):
+            raise SpecError(f'edits.{name}.count is for change = "ablate" without a share; leave one of them out')
+        if self.change != "convert" and not self.count and not 0 < self.share < 1:
             raise SpecError(f"edits.{name}.share = {self.share:g} must be between 0 and 1; give share = 0.5")
         if self.change == "ablate" and (self.steps or self.ranking == GATES):
             raise SpecError(f'edits.{name} trains heads that it ablates; give change = "prune", or leave steps out')
@@ -106,7 +110,7 @@ def describe_edits(edits: Mapping[str, ModelEdit]) -> str:
     for name, edit in edits.items():
         chosen = "chosen at random" if edit.ranking == "random" else f"the last by {edit.ranking}"
         text = {
-            "ablate": f"{edit.share:.0%} of the heads replaced ({edit.mode}), {chosen}",
+            "ablate": f"{_amount(edit)} replaced ({edit.mode}), {chosen}",
             "prune": f"{edit.share:.0%} of the heads pruned, {chosen}",
             "convert": f"{edit.kv} key-value heads in each layer, means of neighbours (aligned: {edit.align})",
         }[edit.change].replace("%", " %")
@@ -115,13 +119,18 @@ def describe_edits(edits: Mapping[str, ModelEdit]) -> str:
     return " ".join(sentences)
 
 
+def _amount(edit: ModelEdit) -> str:
+    return f"{edit.count} of all heads" if edit.count else f"{edit.share:.0%} of the heads"
+
+
 def evaluate_edit(net: Transformer, task: Task, recipe: Recipe, edit: ModelEdit, folder: Path) -> dict[str, Any]:
     """Edit a copy of a trained model and test it: metrics, parameters, and training steps after the edit."""
     examples = examples_from_task(net, task, edit.texts).examples
     edited, context = net, nullcontext()
     if edit.change == "ablate":
         scores = score_heads(net, examples, HeadRanking(edit.ranking, seed=recipe.seed)).scores
-        heads = sorted(scores, key=lambda head: scores[head])[: round(edit.share * len(scores))]
+        count = edit.count or round(edit.share * len(scores))
+        heads = sorted(scores, key=lambda head: scores[head])[:count]
         context = ablate(net, heads, edit.mode, seed=recipe.seed)
     elif edit.change == "prune":
         edited = prune(net, _selection(edit, recipe), examples).after

@@ -20,6 +20,15 @@ WIDTH, PLOT_HEIGHT = 640, 260
 LABEL_WIDTH, LEFT, TOP, BOTTOM = 110, 56, 12, 40
 ROW_HEIGHT = 22
 MIN_LOG_RATIO = 4
+SVG_STYLE = """
+svg text { fill: var(--text); font: 11.5px system-ui, sans-serif; } svg .label { fill: var(--muted); }
+svg line { stroke-width: 1.2; } svg .axis { stroke: var(--muted); stroke-width: 1; } svg .grid { stroke: var(--line); }
+svg .leader { stroke: var(--line); } svg .reference { stroke: var(--muted); stroke-dasharray: 4 3; }
+svg .interval { stroke: var(--text); stroke-width: 1.6; } svg .mean { stroke: var(--text); stroke-width: 2.4; }
+svg .seed { fill: var(--seed); fill-opacity: 0.65; }
+svg .front { fill: none; stroke: var(--muted); stroke-dasharray: 5 4; }
+svg .curve { fill: none; stroke-width: 1.7; } svg .sample { stroke-width: 2.2; }
+"""
 
 
 class Span(NamedTuple):
@@ -123,6 +132,23 @@ def strip_figure(
                 f"<title>{escape_svg(name)}, seed {n}: {value:.4g}</title></circle>"
             )
     return _svg(height, parts, f"{label} of every seed, by variant")
+
+
+def difference_figure(rows: Mapping[str, tuple[Sequence[float], Span]], label: str, bold: Sequence[str] = ()) -> str:
+    """One comparison below the other: a dot for each seed's difference, their mean with its interval; a line at 0."""
+    ends = [end for seeds, span in rows.values() for end in (*seeds, *span)]
+    x = Scale.around([0.0, *ends], 16, WIDTH - 16)
+    height = TOP + 2 * ROW_HEIGHT * len(rows) + BOTTOM
+    parts = [*_x_axis(x, height - BOTTOM, label)]
+    parts.append(f'<line class="reference" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>')
+    for number, (name, (seeds, span)) in enumerate(rows.items()):
+        y = TOP + ROW_HEIGHT * (2 * number + 1.4)
+        weight = ' font-weight="700"' if name in bold else ""
+        parts.append(f'<text x="16" y="{y - 14:.1f}"{weight}>{escape_svg(name)}</text>')
+        parts.append(f'<line class="interval" x1="{x(span.low):.1f}" x2="{x(span.high):.1f}" y1="{y}" y2="{y}"/>')
+        parts.append(_mark(x(span.value), y - 6, "mean", f"{name}: {span.value:+.4g}"))
+        parts += [f'<circle class="seed" cx="{x(value):.1f}" cy="{y:.1f}" r="3"/>' for value in seeds]
+    return _svg(height, parts, f"{label}: differences of every seed")
 
 
 def scatter_figure(points: Mapping[str, tuple[float, Span]], x_label: str, y_label: str, higher_is_better: bool) -> str:

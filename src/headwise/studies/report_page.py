@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from ..data import Task
 from ..escaping import escape_html
-from .report_figures import Span, curve_figure, scatter_figure, strip_figure
+from .report_figures import SVG_STYLE, Span, curve_figure, difference_figure, scatter_figure, strip_figure
 from .study_file import StudyTask
 from .study_report import ReportTable, StudyReport, describe_protocol, list_task_details
 
@@ -24,20 +25,14 @@ h3 { font-size: 15px; margin: 26px 0 8px; }
 .claims { max-width: 75ch; padding-left: 20px; } .muted, figcaption, caption { color: var(--muted); font-size: 13px; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 18px; }
 figure { margin: 0; border: 1px solid var(--line); border-radius: 6px; background: var(--panel); padding: 12px; }
-svg { width: 100%; height: auto; display: block; } svg text { fill: var(--text); font: 11.5px system-ui, sans-serif; }
-svg .label { fill: var(--muted); }
-svg line { stroke-width: 1.2; } svg .axis { stroke: var(--muted); stroke-width: 1; } svg .grid { stroke: var(--line); }
-svg .leader { stroke: var(--line); } svg .reference { stroke: var(--muted); stroke-dasharray: 4 3; }
-svg .interval { stroke: var(--text); stroke-width: 1.6; } svg .mean { stroke: var(--text); stroke-width: 2.4; }
-svg .seed { fill: var(--seed); fill-opacity: 0.65; }
-svg .front { fill: none; stroke: var(--muted); stroke-dasharray: 5 4; }
-svg .curve { fill: none; stroke-width: 1.7; } svg .sample { stroke-width: 2.2; }
+svg { width: 100%; height: auto; display: block; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; width: 100%; }
 caption { caption-side: bottom; text-align: left; padding-top: 6px; }
 th, td { padding: 4px 10px 4px 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child, td:last-child, th:last-child { text-align: left; }
 th { color: var(--muted); font-weight: 500; } td { font-variant-numeric: tabular-nums; }
 """
+STYLE += SVG_STYLE
 
 
 def render_page(report: StudyReport) -> str:
@@ -80,6 +75,8 @@ def _figures(report: StudyReport, task: StudyTask) -> Iterator[str]:
         {name: scores[name, task.name].values for name in names}, means, study.baseline, task.metric, best
     )
     yield _figure(strips, f"Every dot is one seed; bar: mean and 95 % interval; dashed: the mean of {study.baseline}.")
+    if study.contrasts:
+        yield from (_figure(*drawn) for drawn in draw_differences(report, task))
     sizes = {name: report.results.grid.models[name, task.name].size for name in study.variants}
     costs = {
         "parameters": {name: float(size.parameters) for name, size in sizes.items()},
@@ -91,14 +88,27 @@ def _figures(report: StudyReport, task: StudyTask) -> Iterator[str]:
         if figure := scatter_figure(points, label, task.metric, task.higher_is_better):
             yield _figure(figure, f"{task.metric} against {label}; joined: no variant is better and cheaper.")
     yield from _curves(report, task)
-    yield from _length_figure(report, task)
+    yield from (_figure(*drawn) for drawn in draw_lengths(report, task))
     yield from _head_figures(report, task)
 
 
-def _length_figure(report: StudyReport, task: StudyTask) -> Iterator[str]:
-    """The metric against the length of the inputs, if further tests have other lengths."""
-    lengths = {name: test.batch(0, 1, "test").labels.shape[-1] for name, test in task.tests.items()}
-    trained = task.task.batch(0, 1, "test").labels.shape[-1]
+def draw_differences(report: StudyReport, task: StudyTask) -> Iterator[tuple[str, str]]:
+    """Every comparison of the study on a task, as a figure with its caption; none if nothing was compared."""
+    named = {name: one for (name, of_task), one in report.comparisons.items() if of_task == task.name}
+    rows, bold = {}, []
+    for name, one in named.items():
+        label = f"{name} minus {report.results.study.baseline}" if name in report.results.study.variants else name
+        rows[label] = one.pairs, Span(*one.difference)
+        bold += [label] if one.is_significant else []
+    if rows:
+        caption = "Every dot is one seed; bar: mean and 95 % interval of the paired t test; bold: significant."
+        yield difference_figure(rows, f"difference on {task.name}", bold), caption
+
+
+def draw_lengths(report: StudyReport, task: StudyTask) -> Iterator[tuple[str, str]]:
+    """The metric against the length of the inputs, if further tests have other lengths, with its caption."""
+    lengths = {name: _longest(test) for name, test in task.tests.items()}
+    trained = _longest(task.task)
     if not set(lengths.values()) - {trained}:
         return
     curves: dict[str, list[tuple[float, float]]] = {}
@@ -108,7 +118,15 @@ def _length_figure(report: StudyReport, task: StudyTask) -> Iterator[str]:
             points[length] = report.test_mean(variant, task, name)
         curves[variant] = [(float(at), value) for at, value in sorted(points.items()) if math.isfinite(value)]
     if figure := curve_figure(curves, "tokens of an input", task.metric):
-        yield _figure(figure, f"Length generalisation: models trained at {trained} tokens; mean over seeds.")
+        yield (
+            figure,
+            f"{task.metric} against the length; models were trained on up to {trained} tokens; mean over seeds.",
+        )
+
+
+def _longest(task: Task) -> int:
+    """Tokens of the longest of a few inputs."""
+    return task.batch(0, 64, "test").labels.shape[-1]
 
 
 def _head_figures(report: StudyReport, task: StudyTask) -> Iterator[str]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from ..head_analysis.resampling import confidence_interval, holm_correction
+from .contrasts import Contrast, Readout
 from .study_file import StudyTask
 from .study_runner import CellResult, StudyResults
 
@@ -35,9 +37,11 @@ class Interval(NamedTuple):
 class Comparison:
     """A variant against the baseline on one task: paired differences over seeds; p is corrected over all comparisons.
 
-    A positive `difference` means that the variant has the larger metric, whether that is better or not.
+    A positive `difference` means that the variant has the larger metric, whether that is better or not. Its interval is
+    that of the paired t test. A comparison can also be a contrast of two readouts that the study planned.
     """
 
+    pairs: tuple[float, ...]
     difference: Interval
     p: float
     corrected_p: float = math.nan
@@ -73,30 +77,43 @@ class VariantScore:
 def score_variants(results: StudyResults) -> dict[tuple[str, str], VariantScore]:
     """Score every variant on every task, and compare it with the baseline.
 
-    p values are corrected over all comparisons of the study (Holm). A variant is the best of a task only if it differs
-    significantly from the baseline, or is the baseline and no variant is better.
+    A variant is the best of a task only if it differs significantly from the baseline, or is the baseline and no
+    variant is better.
     """
     scores: dict[tuple[str, str], VariantScore] = {}
-    comparisons: dict[tuple[str, str], Comparison] = {}
-    study = results.study
+    study, comparisons = results.study, compare_seeds(results)
     for task in study.tasks.values():
-        baseline = _values_by_seed(results.report_cells(study.baseline, task.name), task)
         for variant in study.variants:
-            cells = results.report_cells(variant, task.name)
-            scores[variant, task.name] = _score_cells(variant, task, cells)
-            own = _values_by_seed(cells, task)
-            seeds = sorted(set(own) & set(baseline))
-            if variant != study.baseline and len(seeds) >= 2:
-                pairs = [own[seed] - baseline[seed] for seed in seeds]
-                comparisons[variant, task.name] = Comparison(bootstrap_mean(pairs), paired_t_test(pairs))
-    corrected = holm_correction([comparison.p for comparison in comparisons.values()])
-    for (key, comparison), p in zip(comparisons.items(), corrected, strict=True):
-        changed = Comparison(comparison.difference, comparison.p, p)
-        scores[key] = VariantScore(**{**vars(scores[key]), "comparison": changed})
-    for task in study.tasks.values():
+            score = _score_cells(variant, task, results.report_cells(variant, task.name))
+            scores[variant, task.name] = replace(score, comparison=comparisons.get((variant, task.name)))
         if (best := _find_best(scores, task, study.baseline)) is not None:
-            scores[best] = VariantScore(**{**vars(scores[best]), "is_best": True})
+            scores[best] = replace(scores[best], is_best=True)
     return scores
+
+
+def compare_seeds(results: StudyResults) -> dict[tuple[str, str], Comparison]:
+    """Every variant minus the baseline and every contrast of the study, by variant or contrast, and task.
+
+    p values are corrected over all of them (Holm). Those with fewer than two seeds are left out.
+    """
+    study = results.study
+    trained = {name: Readout(name, "", name, "", "") for name in study.variants}
+    baseline = trained.pop(study.baseline)
+    planned = {name: Contrast(readout, baseline) for name, readout in trained.items()}
+    planned |= {contrast.name: contrast for contrast in study.contrasts}
+    differences: dict[tuple[str, str], list[float]] = {}
+    for task in study.tasks.values():
+        for name, contrast in planned.items():
+            left, right = (_read_seeds(results, task, one) for one in (contrast.left, contrast.right))
+            pairs = [left[seed] - right[seed] for seed in sorted(set(left) & set(right))]
+            if len(pairs) >= 2:
+                differences[name, task.name] = pairs
+    tests = {key: paired_t_test(pairs) for key, pairs in differences.items()}
+    corrected = holm_correction(list(tests.values()))
+    return {
+        key: Comparison(tuple(pairs), t_interval(pairs), tests[key], p)
+        for (key, pairs), p in zip(differences.items(), corrected, strict=True)
+    }
 
 
 def bootstrap_mean(values: Sequence[float], seed: int = 0) -> Interval:
@@ -128,6 +145,31 @@ def paired_t_test(differences: Sequence[float]) -> float:
     return student_tail(abs(array.mean()) / error, len(array) - 1)
 
 
+def t_interval(values: Sequence[float]) -> Interval:
+    """Mean of the values with its 95 % interval by Student's t, which excludes 0 where p of the t test is below 5 %.
+
+    >>> [round(end, 2) for end in t_interval([1.0, 2.0, 3.0])]
+    [2.0, -0.48, 4.48]
+    """
+    array = np.asarray(values, dtype=np.float64)
+    reach = student_quantile(len(array) - 1) * array.std(ddof=1) / math.sqrt(len(array))
+    return Interval(float(array.mean()), float(array.mean() - reach), float(array.mean() + reach))
+
+
+@lru_cache
+def student_quantile(freedom: int) -> float:
+    """The t that |T| exceeds with a probability of 5 %, by bisection.
+
+    >>> round(student_quantile(2), 4)
+    4.3027
+    """
+    low, high = 0.0, 13.0  # 12.7 for one degree of freedom is the largest
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_tail(middle, freedom) > SIGNIFICANCE else (low, middle)
+    return (low + high) / 2
+
+
 def student_tail(t: float, freedom: int) -> float:
     """Probability that |T| >= t for Student's t with this many degrees of freedom.
 
@@ -148,13 +190,16 @@ def student_tail(t: float, freedom: int) -> float:
     return integrate(math.atan(t / math.sqrt(freedom))) / integrate(0.0)
 
 
-def _values_by_seed(cells: Sequence[CellResult], task: StudyTask) -> dict[int, float]:
-    values = {one.cell.seed: one.result["metrics"].get(task.metric, math.nan) for one in cells if one.is_done}
-    return {seed: value for seed, value in values.items() if math.isfinite(value)}
+def _read_seeds(results: StudyResults, task: StudyTask, readout: Readout) -> dict[int, float]:
+    """A readout of every seed that has it, by seed."""
+    cells = [one for one in results.report_cells(readout.variant, task.name) if one.is_done]
+    values = {one.cell.seed: readout.read(one.result, task.metric) for one in cells}
+    return {seed: value for seed, value in values.items() if value is not None and math.isfinite(value)}
 
 
 def _score_cells(variant: str, task: StudyTask, cells: Sequence[CellResult]) -> VariantScore:
-    values = list(_values_by_seed(cells, task).values())
+    metrics = [one.result["metrics"].get(task.metric, math.nan) for one in cells if one.is_done]
+    values = [value for value in metrics if math.isfinite(value)]
     reached = [step for one in cells if one.is_done and (step := _first_success(one, task)) is not None]
     count = next((one.result["counts"].get(task.metric, 0) for one in cells if one.is_done), 0)
     mean = bootstrap_mean(values)

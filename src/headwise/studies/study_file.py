@@ -15,6 +15,7 @@ from ..presets import PRESETS
 from ..size_limits import parse_toml
 from ..traces.record_types import Record
 from ..training.recipe import Recipe
+from .contrasts import Contrast, parse_contrasts
 from .model_edits import ModelEdit
 
 SCALES = ("smoke", "small", "base", "gpu")
@@ -46,6 +47,7 @@ STUDY_KEYS = (
     "scales",
     "head_texts",
     "edits",
+    "contrasts",
 )
 VARIANT_KEYS = ("preset", "spec", "options", "model", "recipe", "lr")
 TASK_KEYS = ("task", "metric", "threshold", "model", "recipe", "tests", "options")
@@ -108,6 +110,7 @@ class Study:
     tuning_seed: int = 0
     head_texts: int = 16
     edits: Mapping[str, ModelEdit] = field(default_factory=dict[str, ModelEdit])
+    contrasts: tuple[Contrast, ...] = ()
     scale: str = "small"
     folder: Path = Path()
 
@@ -162,7 +165,8 @@ def parse_study(
         tolerance=record.read_number("tolerance", 0.1),
         tuning_seed=record.read_int("tuning_seed", default=0),
         head_texts=record.read_int("head_texts", default=16),
-        edits={key: _parse_edit(key, values) for key, values in _table(merged, "edits").items()},
+        edits={key: _parse_edit(key, values) for key, values in _chosen(merged, "edits").items()},
+        contrasts=parse_contrasts(merged.get("contrasts", []), _contrast_tables(merged)),
         scale=scale,
         folder=folder,
     )
@@ -224,7 +228,7 @@ def _parse_task(name: str, values: Any) -> StudyTask:
     record = Record(f"tasks.{name}", settings, "correct the file")
     kind = record.read_text("task", name)
     task = make_task(kind, **_tuples(options))
-    tests_table = _table(settings, "tests")
+    tests_table = _chosen(settings, "tests")
     tests = {key: make_task(kind, **_tuples({**options, **_table(tests_table, key)})) for key in tests_table}
     metric = record.read_text("metric", next(iter(task.chance), "loss"))
     if metric not in (*task.chance, "loss"):
@@ -244,6 +248,15 @@ def _parse_task(name: str, values: Any) -> StudyTask:
 def _parse_edit(name: str, values: Any) -> ModelEdit:
     _check_table(values, f"edits.{name}")
     return ModelEdit.parse(name, values)
+
+
+def _contrast_tables(merged: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """What contrasts may name, with those that the scale sets to false; tests are those of any task."""
+    tests: dict[str, Any] = {}
+    for task in _table(merged, "tasks").values():
+        for name in task.get("tests", {}) if isinstance(task, Mapping) else {}:
+            tests[name] = tests.get(name) or task["tests"][name] is not False
+    return {"variants": _table(merged, "variants"), "edits": _table(merged, "edits"), "tests": tests}
 
 
 def _parse_rates(value: Any, key: str) -> tuple[float, ...]:

@@ -18,8 +18,16 @@ from .cell_heads import HEAD_MEASURES
 from .cells import describe_task
 from .decode_times import read_decode_times
 from .model_edits import describe_edits
-from .seed_statistics import SIGNIFICANCE, Interval, VariantScore, bootstrap_mean, score_variants
-from .study_file import StudyTask
+from .seed_statistics import (
+    SIGNIFICANCE,
+    Comparison,
+    Interval,
+    VariantScore,
+    bootstrap_mean,
+    compare_seeds,
+    score_variants,
+)
+from .study_file import Study, StudyTask
 from .study_plan import format_seconds
 from .study_runner import REPORT, STUDY_FOLDER, CellResult, StudyResults
 
@@ -60,6 +68,7 @@ class StudyReport:
 
     results: StudyResults
     scores: Mapping[tuple[str, str], VariantScore]
+    comparisons: Mapping[tuple[str, str], Comparison]
     claims: tuple[str, ...]
     environment: Mapping[str, Any]
     decoding: Mapping[str, Any]
@@ -67,8 +76,9 @@ class StudyReport:
     @staticmethod
     def of(results: StudyResults, environment: Mapping[str, Any], decoding: Mapping[str, Any]) -> StudyReport:
         """Compute the statistics of a study; `decoding` is the result of `read_decode_times`."""
-        scores = score_variants(results)
-        return StudyReport(results, scores, tuple(list_claims(results, scores)), environment, decoding)
+        scores, comparisons = score_variants(results), compare_seeds(results)
+        claims = tuple(list_claims(results, scores, comparisons))
+        return StudyReport(results, scores, comparisons, claims, environment, decoding)
 
     def score_table(self, task: StudyTask) -> ReportTable:
         """Size, metric, difference from the baseline and success of every variant on one task."""
@@ -83,7 +93,7 @@ class StudyReport:
             "seeds",
             "sd of seeds",
             "test error",
-            f"minus {study.baseline}",
+            f"minus {study.baseline} (95 % interval)",
             "p",
             "s/step",
         )
@@ -99,16 +109,35 @@ class StudyReport:
         )
         return ReportTable(task.name, header, tuple(rows), caption)
 
+    def contrast_table(self, task: StudyTask) -> ReportTable | None:
+        """The contrasts that the study planned, on one task; None if it planned none."""
+        rows: list[tuple[str, ...]] = []
+        for contrast in self.results.study.contrasts:
+            if (one := self.comparisons.get((contrast.name, task.name))) is not None:
+                verdict = "yes" if one.is_significant else "no"
+                row = (_format_difference(one), str(len(one.pairs)), _format_p(one.corrected_p), verdict)
+                rows.append((contrast.name, *row))
+        if not rows:
+            return None
+        header = ("contrast", "difference (95 % interval)", "seeds", "p", "significant")
+        caption = (
+            f"Stated in the study file: {task.metric}, or the measure that is named; change: what the edit or the test "
+            "changes in it; learning: its mean over the evaluations during training. Intervals are those of the paired "
+            "t test over seeds, for each contrast alone; p is corrected as above."
+        )
+        return ReportTable(f"{task.name}, planned contrasts", header, tuple(rows), caption)
+
     def slice_table(self, task: StudyTask) -> ReportTable | None:
         """The metric on each part of the test set and on each further test; None if there are none."""
         names = self._slice_names(task)
         if not names:
             return None
         rows = [
-            (variant, *(_number(self._slice_mean(variant, task, name)) for name in names))
+            (variant, *(self._slice_text(variant, task, name) for name in names))
             for variant in self.results.study.variants
         ]
-        return ReportTable(f"{task.name}, by part and test", ("variant", *names), tuple(rows), "Means over seeds.")
+        caption = f"{task.metric}: means over seeds; on tests with 95 % intervals."
+        return ReportTable(f"{task.name}, by part and test", ("variant", *names), tuple(rows), caption)
 
     def head_table(self, task: StudyTask) -> ReportTable | None:
         """Heads of each variant on the task: means of measures, and the number of heads of each class."""
@@ -243,7 +272,7 @@ class StudyReport:
 
     def test_mean(self, variant: str, task: StudyTask, test: str) -> float:
         """Mean over seeds of the metric of a variant on a further test of a task."""
-        return self._slice_mean(variant, task, f"test {test}")
+        return self._slice_mean(variant, task, f"test {test}").value
 
     def head_curve(self, variant: str, task: StudyTask, measure: str) -> list[tuple[float, float]]:
         """Mean over heads and seeds of a measure of heads, by training step; with the trained heads at the end."""
@@ -277,7 +306,7 @@ class StudyReport:
             "; ".join([str(len(score.values)), *score.failures]),
             _number(score.seed_deviation),
             _number(score.test_error),
-            "-" if comparison is None else f"{comparison.difference.value:+.4f}",
+            "-" if comparison is None else _format_difference(comparison),
             "-" if comparison is None else _format_p(comparison.corrected_p),
             _number(sorted(times)[len(times) // 2]) if times else "-",
         )
@@ -297,50 +326,70 @@ class StudyReport:
                 names |= dict.fromkeys(f"test {name}" for name in one.result["tests"])
         return sorted(names, key=lambda name: (name.startswith("test "), len(name), name))
 
-    def _slice_mean(self, variant: str, task: StudyTask, name: str) -> float:
+    def _slice_text(self, variant: str, task: StudyTask, name: str) -> str:
+        mean = self._slice_mean(variant, task, name)
+        return _format_interval(mean) if name.startswith("test ") else _number(mean.value)
+
+    def _slice_mean(self, variant: str, task: StudyTask, name: str) -> Interval:
         values = []
         for one in self._done(variant, task):
             test = one.result["tests"].get(name.removeprefix("test "), {}) if name.startswith("test ") else None
             value = one.result["metrics"].get(name) if test is None else test.get(task.metric)
             if value is not None:
                 values.append(value)
-        return bootstrap_mean(values).value
+        return bootstrap_mean(values)
 
 
-def list_claims(results: StudyResults, scores: Mapping[tuple[str, str], VariantScore]) -> Iterator[str]:
+def list_claims(
+    results: StudyResults,
+    scores: Mapping[tuple[str, str], VariantScore],
+    comparisons: Mapping[tuple[str, str], Comparison],
+) -> Iterator[str]:
     """Sentences that the tests support, one task after the other; never more than the numbers say."""
     study = results.study
     if len(study.seeds) < MIN_SEEDS_TO_CLAIM:
         yield f"With {len(study.seeds)} seeds no difference is claimed; give at least {MIN_SEEDS_TO_CLAIM}."
         return
-    count = sum(score.comparison is not None for score in scores.values())
     for task in study.tasks.values():
-        compared = [score for (_, name), score in scores.items() if name == task.name and score.comparison]
-        better, worse = [], []
-        for score in compared:
-            if score.comparison and score.comparison.is_significant:
-                rises = score.comparison.difference.value > 0
-                (better if rises == task.higher_is_better else worse).append(score)
         baseline = scores[study.baseline, task.name]
         reached = f"{task.name}: {study.baseline} reaches {task.metric} {_number(baseline.mean.value)}"
         yield f"{reached} (mean of {len(baseline.values)} seeds)."
-        for kind, group in (("better", better), ("worse", worse)):
-            if group:
-                names = ", ".join(
-                    f"{score.variant} ({score.comparison.difference.value:+.3f})" for score in group if score.comparison
-                )
-                yield f"{task.name}: significantly {kind} than {study.baseline}: {names}."
-        others = len(compared) - len(better) - len(worse)
-        if others:
-            yield (
-                f"{task.name}: {others} of {len(compared)} variants show no significant difference from "
-                f"{study.baseline}; that does not prove them equal."
-            )
-    if count > 1:
+        if task.threshold is not None:
+            yield _claim_successes(task, [scores[variant, task.name] for variant in study.variants])
+        named = {name: one for (name, of_task), one in comparisons.items() if of_task == task.name}
+        yield from _claim_variants(study, task, {name: one for name, one in named.items() if name in study.variants})
+        planned = {name: one for name, one in named.items() if name not in study.variants}
+        for name, one in planned.items():
+            verdict = "significant" if one.is_significant else "not significant"
+            yield f"{task.name}: {name}: {_format_difference(one)}, p {_format_p(one.corrected_p)}, {verdict}."
+    if (count := len(comparisons)) > 1:
         yield (
             f"The study makes {count} comparisons of {len(study.seeds)} seeds each, so the clearest of them is only "
-            f"significant if its uncorrected p is below {SIGNIFICANCE / count:.2g}; large differences can miss that."
+            f"significant if its uncorrected p is below {SIGNIFICANCE / count:.2g}; large differences can miss that. "
+            "What is not significant is not thereby equal."
         )
+
+
+def _claim_successes(task: StudyTask, scores: Sequence[VariantScore]) -> str:
+    """How many seeds of each variant learned the task, because a model that did not says little about its attention."""
+    seeds = [(one, len(one.values) + len(one.failures)) for one in scores if math.isfinite(one.success_rate)]
+    if all(score.success_rate == 1 for score, _ in seeds):
+        return f"{task.name}: all seeds of all variants reach {task.threshold:g}."
+    counts = ", ".join(f"{score.variant} {round(score.success_rate * count)} of {count}" for score, count in seeds)
+    return f"{task.name}: seeds that reach {task.threshold:g}: {counts}."
+
+
+def _claim_variants(study: Study, task: StudyTask, compared: Mapping[str, Comparison]) -> Iterator[str]:
+    """Variants that differ significantly from the baseline, and those that do not, with their intervals."""
+    groups: dict[str, list[str]] = {"better": [], "worse": [], "": []}
+    for name, one in compared.items():
+        rises = one.difference.value > 0
+        kind = "" if not one.is_significant else "better" if rises == task.higher_is_better else "worse"
+        groups[kind].append(f"{name} {_format_difference(one)}")
+    for kind, texts in groups.items():
+        if texts:
+            start = f"significantly {kind} than" if kind else "no significant difference from"
+            yield f"{task.name}: {start} {study.baseline}: {', '.join(texts)}."
 
 
 def render_markdown(report: StudyReport) -> str:
@@ -370,6 +419,7 @@ def list_tables(report: StudyReport) -> Iterator[ReportTable]:
 def list_task_details(report: StudyReport, task: StudyTask) -> Iterator[ReportTable]:
     """The tables of a task below its scores."""
     tables = (
+        report.contrast_table(task),
         report.slice_table(task),
         report.edit_table(task),
         report.head_table(task),
@@ -469,6 +519,11 @@ def _number(value: float) -> str:
 
 def _format_interval(mean: Interval) -> str:
     return "-" if math.isnan(mean.value) else f"{_number(mean.value)} ({_number(mean.low)} to {_number(mean.high)})"
+
+
+def _format_difference(comparison: Comparison) -> str:
+    value, low, high = comparison.difference
+    return f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def _without_empty_columns(table: ReportTable) -> ReportTable:
