@@ -27,7 +27,7 @@ FINDINGS = ROOT / "docs" / "findings"
 SCALE, JOBS = "page", 1
 PAGE = """# Study: {name}
 
-**Hypothesis, stated before the runs.** {hypothesis}
+{hypothesis}
 
 {verdict}
 
@@ -75,8 +75,8 @@ def write_page(name: str, runs: Path) -> Path:
     page = PAGE.format(
         name=name,
         jobs=JOBS,
-        hypothesis=_fill(study.hypothesis),
-        verdict=_fill(verdicts[name]),
+        hypothesis=_fill(f"**Hypothesis, stated before the runs.** {study.hypothesis}"),
+        verdict=_fill(f"**Verdict, written after them.** {verdicts[name]}"),
         claims=_list(report.claims),
         figures="\n\n".join(_write_figures(report)),
         limits=_list(_list_limits(report)),
@@ -99,7 +99,7 @@ def _write_figures(report: StudyReport) -> Iterator[str]:
                 head, _, body = svg.partition(">")
                 text = f"{head}><style>{COLOURS}{SVG_STYLE}</style>{body}\n"
                 write_atomically(FINDINGS / file, text.encode())
-                yield f"![{task.name}: {caption}]({file})\n\n{_fill(f'{task.name}: {caption}')}"
+                yield f"![{task.name}, {kind}]({file})\n\n{_fill(f'{task.name}: {caption}')}"
 
 
 def _list_limits(report: StudyReport) -> Iterator[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -156,7 +155,6 @@ def t_interval(values: Sequence[float]) -> Interval:
     return Interval(float(array.mean()), float(array.mean() - reach), float(array.mean() + reach))
 
 
-@lru_cache
 def student_quantile(freedom: int) -> float:
     """The t that |T| exceeds with a probability of 5 %, by bisection.
 

@@ -251,7 +251,7 @@ def _parse_edit(name: str, values: Any) -> ModelEdit:
 
 
 def _contrast_tables(merged: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """What contrasts may name, with those that the scale sets to false; tests are those of any task."""
+    """Names that contrasts may have, with those that the scale sets to false; tests are those of any task."""
     tests: dict[str, Any] = {}
     for task in _table(merged, "tasks").values():
         for name in task.get("tests", {}) if isinstance(task, Mapping) else {}:
