@@ -92,8 +92,8 @@ def _write_figures(report: StudyReport) -> Iterator[str]:
     """Write the figures of the page beside it; yields the lines that show them."""
     name = report.results.study.name
     for task in report.results.study.tasks.values():
-        drawn = {"differences": draw_differences(report, task), "lengths": draw_lengths(report, task)}
-        for kind, figures in drawn.items():
+        drawings = {"differences": draw_differences(report, task), "lengths": draw_lengths(report, task)}
+        for kind, figures in drawings.items():
             for svg, caption in figures:
                 file = f"study-{name}-{task.name}-{kind}.svg"
                 head, _, body = svg.partition(">")

@@ -76,7 +76,7 @@ def _figures(report: StudyReport, task: StudyTask) -> Iterator[str]:
     )
     yield _figure(strips, f"Every dot is one seed; bar: mean and 95 % interval; dashed: the mean of {study.baseline}.")
     if study.contrasts:
-        yield from (_figure(*drawn) for drawn in draw_differences(report, task))
+        yield from (_figure(*pair) for pair in draw_differences(report, task))
     sizes = {name: report.results.grid.models[name, task.name].size for name in study.variants}
     costs = {
         "parameters": {name: float(size.parameters) for name, size in sizes.items()},
@@ -88,7 +88,7 @@ def _figures(report: StudyReport, task: StudyTask) -> Iterator[str]:
         if figure := scatter_figure(points, label, task.metric, task.higher_is_better):
             yield _figure(figure, f"{task.metric} against {label}; joined: no variant is better and cheaper.")
     yield from _curves(report, task)
-    yield from (_figure(*drawn) for drawn in draw_lengths(report, task))
+    yield from (_figure(*pair) for pair in draw_lengths(report, task))
     yield from _head_figures(report, task)
 
 
