@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -183,3 +185,29 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused():
     model, x = build("exp and sum")
     with pytest.raises(ValueError, match="compiled"):
         hw.sites(torch.compile(model, backend="eager"), x)
+
+
+def test_a_module_with_flex_attention_is_found_before_torch_has_compiled_anything():
+    code = """
+import torch, headwise as hw
+from torch.nn.attention.flex_attention import flex_attention
+
+class Flex(torch.nn.Linear):
+    def forward(self, x):
+        q, k, v = super().forward(x).unflatten(-1, (3, 3, 4)).movedim(2, 0).transpose(2, 3)
+        return flex_attention(q, k, v).transpose(1, 2).flatten(2)
+
+print([site.heads for site in hw.sites(torch.nn.Sequential(Flex(12, 36)).eval(), torch.randn(2, 5, 12))])
+"""
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert ran.stdout == "[3]\n", ran.stderr[-2000:]
+
+
+@torch.no_grad()
+def test_traces_and_means_find_attention_in_their_inputs():
+    model, x = build("batch and heads")
+    with pytest.raises(ValueError, match=r"hw.sites\(model, example\) finds it in a run on an example"):
+        hw.head_means(model, iter([x]))
+    assert len(hw.trace(model, x).layers) == 2
+    other, x = build("batch and heads")
+    assert len(hw.head_means(other, (x,))) == 2 * HEADS

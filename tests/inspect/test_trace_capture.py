@@ -256,7 +256,7 @@ def test_weights_are_recorded_without_scores():
     (lambda m: m, None, {"capture": hw.Capture(sites=("decoder.0.cross",))}, "has no site"),
     (lambda m: m, "a text", {}, "comes with no tokenizer; give tokenizer="),
     (lambda m: m, 3, {}, "type int; give token ids or another tensor"),
-    (lambda m: nn.Linear(2, 2).eval(), None, {}, "has no attention that headwise finds"),
+    (lambda m: nn.Linear(2, 2).eval(), torch.zeros(3, 2), {}, "has no attention that headwise finds"),
     (lambda m: torch.compile(m), None, {}, "it is compiled"),
 ])  # fmt: skip
 def test_untraceable_models_are_refused(change, inputs, more, message: str):

@@ -420,7 +420,8 @@ def group_by_site(
     """Group heads by site name: head number -> the reference by which the caller named it."""
     if not site_modules:
         raise ValueError(
-            f"{type(model).__name__} has no attention that headwise finds; print(hw.sites(model)) shows what it found"
+            f"{type(model).__name__} has no attention that headwise finds; hw.sites(model, example) finds it in a run "
+            "on an example"
         )
     sites = Sites([one.site for one in site_modules], type(model).__name__)
     grouped: dict[str, dict[int, HeadRef]] = {}

@@ -23,7 +23,7 @@ from .adapters.output_projection import UNKNOWN_STACK, OutputProjectionAdapter, 
 from .adapters.transformers_interface import TransformersAdapter
 from .forward_arguments import check_is_module
 from .hooks import SiteModule
-from .model_inputs import prepare_inputs
+from .model_inputs import ModelInputs, prepare_inputs
 from .site import POSSIBLE, Ability, Site, Sites
 
 # --- Modules that run at several depths: one site per depth, distinguished by the order of calls ----------
@@ -352,6 +352,15 @@ def sites(model: nn.Module, example: Any = None, *, tokenizer: object = None) ->
     return Sites(site_list, type(model).__name__, find_layers_without_attention(model, site_list))
 
 
+def find_attention_in_run(model: nn.Module, inputs: ModelInputs) -> list[SiteModule]:
+    """Find the attention layers of a model; if there are none, look for them in a run on these inputs."""
+    site_modules = find_attention(model)
+    if site_modules or unhookable_reason(model, [model]):
+        return site_modules
+    trace_example(model, inputs.args, inputs.kwargs)
+    return find_attention(model)
+
+
 def find_attention(model: nn.Module) -> list[SiteModule]:
     """Find the attention layers of a model with their modules and adapters; each site gets a unique name."""
     check_is_module(model)
@@ -389,7 +398,9 @@ def require_ability(model: nn.Module, ability: str) -> list[SiteModule]:
     able = [site_module for site_module in all_sites if getattr(site_module.site, ability).possible]
     if not able:
         reason = (
-            getattr(all_sites[0].site, ability).reason if all_sites else "print(hw.sites(model)) shows what it found"
+            getattr(all_sites[0].site, ability).reason
+            if all_sites
+            else "hw.sites(model, example) finds it in a run on an example"
         )
         raise ValueError(
             f"{type(model).__name__} has no attention that can be {ABILITY_PARTICIPLES[ability]}: {reason}"

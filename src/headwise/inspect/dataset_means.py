@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import suggest
 from ..masking.sequence_info import SequenceInfo
 from .ablation import ALL_HEADS, HeadCall, HeadPatch, HeadRef, Noise, PatchFunction, check_shape, group_by_site
-from .attention_sites import find_attention
+from .attention_sites import find_attention, find_attention_in_run
 from .hooks import HeadValues, ObservedCall, hook_sites
 from .model_inputs import INPUT_KINDS, ModelInputs, prepare_inputs
 
@@ -62,7 +62,10 @@ def observe_dataset(
     tokenizer: object = None,
 ) -> list[Observer]:
     """Run the model over all batches with observers at these heads (default: all); returns one observer per site."""
-    site_modules, batches = find_attention(model), _list_batches(batches)
+    batches = _list_batches(batches)
+    site_modules = find_attention(model)
+    if not site_modules and isinstance(batches, Sequence) and batches:
+        site_modules = find_attention_in_run(model, prepare_inputs(model, _split_mask(batches[0])[0], 0, tokenizer))
     heads_by_site = group_by_site(
         model,
         site_modules,
@@ -84,7 +87,7 @@ def observe_dataset(
     with torch.no_grad(), hook_sites(model, site_modules, observers) as hooks:
         for batch in batches:
             has_batches = True
-            inputs, given_masks = batch if _has_mask(batch) else (batch, None)
+            inputs, given_masks = _split_mask(batch)
             arguments = prepare_inputs(model, inputs, 0, tokenizer)
             masks = _padding_masks(arguments, stacks) if given_masks is None else _read_masks(given_masks, stacks)
             for name, observer in observers.items():
@@ -113,11 +116,11 @@ def _list_batches(batches: Any) -> Any:
     return [batches] if is_single else batches
 
 
-def _has_mask(batch: Any) -> bool:
-    """Whether a batch is a pair of inputs and a mask, and not a tuple of arguments or texts."""
+def _split_mask(batch: Any) -> tuple[Any, Any]:
+    """The inputs and the mask of a batch that is a pair of both; of a tuple of arguments or texts, all and None."""
     if not isinstance(batch, tuple) or len(batch) != 2 or isinstance(batch[1], str):
-        return False
-    return not isinstance(batch[1], Tensor) or batch[1].dtype == torch.bool
+        return batch, None
+    return batch if not isinstance(batch[1], Tensor) or batch[1].dtype == torch.bool else (batch, None)
 
 
 def _read_masks(token_masks: object, stacks: set[str]) -> TokenMasks:

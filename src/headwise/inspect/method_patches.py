@@ -71,10 +71,13 @@ class MethodPatch(SharedPatch):
             setattr(self.owner, self.name, self._original)
 
 
+COMPILING_MODULES = ("torch._dynamo", "torch.nn.attention.flex_attention")
+
+
 class EagerStance(SharedPatch):
     """Makes torch run compiled functions and modules eagerly while hooks are active, which a compiled graph would skip.
 
-    It does nothing in a process that has not imported torch's compiler.
+    It does nothing in a process that has imported neither torch's compiler nor flex_attention, which compiles itself.
     """
 
     def __init__(self) -> None:
@@ -82,7 +85,7 @@ class EagerStance(SharedPatch):
         self.contexts = ExitStack()
 
     def apply(self) -> None:
-        if "torch._dynamo" in sys.modules:  # importing it takes seconds
+        if any(name in sys.modules for name in COMPILING_MODULES):  # importing the compiler takes seconds
             self.contexts.enter_context(torch.compiler.set_stance("force_eager"))
 
     def revert(self) -> None:

@@ -78,6 +78,11 @@ class ModelInputs:
         return tuple(rows)
 
 
+SOURCE_ALONE = (
+    'a source alone is not enough to run the decoder; give {"source": TEXT, "text": TEXT}, or set max_new_tokens'
+)
+
+
 def prepare_inputs(model: nn.Module, inputs: Any, max_new_tokens: int = 0, tokenizer: object = None) -> ModelInputs:
     """Return the arguments of a model call from any form of inputs; checks lengths where the model does not.
 
@@ -223,9 +228,7 @@ def _from_texts_headwise(net: Transformer, texts: list[str], steps: int) -> Mode
             raise SpecError(f"the tokens of {text[:40]!r} do not match those of encode_text; give ids")
     if is_encoder_decoder(net):
         if not steps:
-            raise ValueError(
-                "a source alone is not enough to run the decoder; set max_new_tokens, or give ids of both by name"
-            )
+            raise ValueError(SOURCE_ALONE)
         start_ids = get_decoder_start_ids(net)
         text = tuple(
             TokenRow(start_ids, tuple(decoder_tokenizer.token_text(token) for token in start_ids)) for _ in text_rows
@@ -346,9 +349,7 @@ def _from_texts_transformers(model: nn.Module, texts: list[str], steps: int) -> 
         for row, gap in zip(text_rows, gaps, strict=True)
     )
     if has_source and not steps:
-        raise ValueError(
-            "a source alone is not enough to run the decoder; set max_new_tokens, or give ids of both by name"
-        )
+        raise ValueError(SOURCE_ALONE)
     counts = {"text": 1 if has_source else longest, "source": longest}
     return ModelInputs(
         *bind_arguments(model, names),

@@ -15,7 +15,7 @@ from ..models import Transformer
 from ..traces import AttentionCallRecord, AttentionRecord, PackedMask, TokenRow, Trace
 from ..traces.attention_record import Array
 from ..traces.attention_trace import format_bytes
-from .attention_sites import find_attention
+from .attention_sites import find_attention, find_attention_in_run
 from .hooks import AttentionInputs, ModelRun, ObservedCall, SiteModule
 from .model_inputs import ModelInputs, get_streams, prepare_inputs
 from .site import Site, Sites
@@ -407,8 +407,9 @@ def trace(
     >>> run.head_weights(1, 0).shape
     (3, 3)
     """
-    site_modules = _select_sites(model, capture)
     model_inputs = prepare_inputs(model, inputs, max_new_tokens, tokenizer)
+    found = find_attention(model) if max_new_tokens else find_attention_in_run(model, model_inputs)
+    site_modules = _select_sites(model, found, capture)
     run = ModelRun(model, model_inputs, max_new_tokens)
     streams = {
         site_module.site.name: get_streams(site_module.site, model_inputs.has_source) for site_module in site_modules
@@ -510,13 +511,13 @@ def _count_tokens(
     return counts
 
 
-def _select_sites(model: nn.Module, capture: Capture) -> list[SiteModule]:
+def _select_sites(model: nn.Module, all_sites: Sequence[SiteModule], capture: Capture) -> list[SiteModule]:
     """The sites to record; raises if a site named in `capture`, or every site, cannot be observed."""
-    all_sites = find_attention(model)
     sites = Sites([site_module.site for site_module in all_sites], type(model).__name__)
     if not sites:
         raise ValueError(
-            f"{sites.model} has no attention that headwise finds; print(hw.sites(model)) shows what it found"
+            f"{sites.model} has no attention that headwise finds; hw.sites(model, example) finds it in a run on "
+            "an example"
         )
     names = {sites.find(which).name for which in capture.sites}
     selected = [site_module for site_module in all_sites if not names or site_module.site.name in names]
