@@ -44,9 +44,13 @@ def test_ids_are_unique_and_in_the_order_of_their_document():
 def test_every_row_of_the_sources_has_an_entry():
     table = catalogue.read_toml("source_rows")
     named = {row for entry in ENTRIES for row in entry.rows}
-    assert named == set(table["errata"]) | set(table["demands"])
-    assert len(table["errata"]) == 64
-    assert len(table["demands"]) == 19
+    assert named == set(table["errata"]) | set(table["demands"]) | set(table["experiments"])
+    assert {name: len(rows) for name, rows in table.items()} == {"errata": 64, "demands": 19, "experiments": 25}
+
+
+def test_every_experiment_has_something_to_run():
+    for row in catalogue.read_toml("source_rows")["experiments"]:
+        assert any(entry.run or entry.study for entry in catalogue.find_entries(row)), row
 
 
 def test_rows_belong_to_their_document():
@@ -64,12 +68,12 @@ def test_facts_have_a_reference():
     assert sum(entry.run is None for entry in ENTRIES) <= len(ENTRIES) / 8
 
 
-@pytest.mark.parametrize("name", ["003", "003-7", "003-7.1", "softmax-scale", "C3.1", "c3.1", "B17"])
+@pytest.mark.parametrize("name", ["003", "003-7", "003-7.1", "softmax-scale", "C3.1", "c3.1", "B17", "D1a"])
 def test_topics_are_found(name: str):
     found = catalogue.find_entries(name)
     assert found
     assert all(
-        name in (entry.document, entry.topic) or entry.id.startswith(name) or name.upper() in entry.rows
+        name in (entry.document, entry.topic) or entry.id.startswith(name) or name.lower() in map(str.lower, entry.rows)
         for entry in found
     )
 

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent
 MODULES = {
     "000": ("self_attention_basics",),
     "001": ("parameters_and_scaling",),
-    "002": ("multi_head_idea", "multi_head_analysis", "multi_head_code", "head_variants"),
+    "002": ("multi_head_idea", "multi_head_analysis", "multi_head_code", "head_variants", "cited_papers"),
     "003": ("attention_mechanism", "attention_comparison", "misconceptions"),
     "004": ("kernel_lookup",),
 }
@@ -94,7 +94,7 @@ def find_entries(name: str) -> list[Entry]:
         entry
         for entry in entries
         if target in (entry.document, entry.id, entry.topic)
-        or target.upper() in entry.rows
+        or target.lower() in [row.lower() for row in entry.rows]
         or entry.id.startswith((f"{target}.", f"{target}-"))
         or (target == "errata" and any(row.startswith("C") for row in entry.rows))
     ]

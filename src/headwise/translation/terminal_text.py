@@ -73,10 +73,12 @@ def wrap(text: str, width: int = TERMINAL_WIDTH, indent: str = "", hanging: str 
 
     >>> wrap("a long word 一二三", 8)
     ['a long', 'word 一', '二三']
+    >>> wrap("run it in all-of-it", 10)  # commands stay whole
+    ['run it in', 'all-of-it']
     """
     hanging = indent if hanging is None else hanging
     if text_width(text) == len(text):
-        return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=hanging)
+        return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=hanging, break_on_hyphens=False)
     lines, line = [], indent
     for piece in _pieces(" ".join(text.split())):
         is_start = not line.strip()

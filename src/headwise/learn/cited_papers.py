@@ -1,0 +1,249 @@
+"""Runs of document 002, section 0xFF: claims of its references, on random layers and the bundled translator."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..head_analysis.rank_analysis import effective_rank, rank_one_residual
+from ..inspect.ablation import ablate
+from ..interfaces.core_types import Probe
+from ..models import Transformer, build
+from ..nn.attention import Attention
+from ..nn.depth_init import depth_scaled_init
+from ..presets import design, from_toml
+from ..surgery.attention_replacement import AttentionChange, replace_attentions
+from ..surgery.conversion import Pool, ToCollaborative, convert
+from ..surgery.model_and_texts import read_model_and_texts
+from ..viewer.bundled_sample import TEXTS, load_sample_model
+from .entry import Outcome, judge, judge_condition
+from .sampled_tensors import make_layer, sample
+
+PAIRS = [tuple(text.split("\t")) for text in TEXTS]
+
+
+def read_translator() -> tuple[Transformer, list[dict[str, Tensor]]]:
+    """The bundled translator in float64, and its inputs for each text of the sample."""
+    _, net, examples, _ = read_model_and_texts(load_sample_model(), PAIRS, None)
+    return net, [dict(example.inputs) for example in examples]
+
+
+def output_log_probs(net: nn.Module, inputs: list[dict[str, Tensor]]) -> Tensor:
+    """Log-probabilities [target tokens of all texts, vocabulary]."""
+    with torch.no_grad():
+        return torch.cat([net(**tensors)[0].double().log_softmax(-1) for tensors in inputs])
+
+
+def mean_divergence(expected: Tensor, changed: Tensor) -> float:
+    """Mean relative entropy of two tables of log-probabilities, in nats per token."""
+    return float((expected.exp() * (expected - changed)).sum(-1).mean())
+
+
+# --- Masks and layer normalisation against rank collapse -------------------------------------------------
+
+
+def residual_after_layers(pattern: str, *, norm: bool, layers: int = 16) -> float:
+    """||X - 1 x^T|| / ||X|| of 32 random tokens after layers of attention alone, without residual connections."""
+    x = sample(0, 32, 64)
+    for number in range(layers):
+        x = make_layer(design(model=64, heads=1, pattern=pattern), seed=number + 1)(x[None])[0].detach()
+        x = F.layer_norm(x, (64,)) if norm else x
+    return rank_one_residual(x)
+
+
+def rank_collapse(*, local: str = "window(5)") -> Outcome:
+    """Similarity of all tokens after 16 layers of full, causal and local attention, also with layer normalisation."""
+    patterns = {"full": "full()", "causal": "causal()", "local": local}
+    plain = {name: residual_after_layers(pattern, norm=False) for name, pattern in patterns.items()}
+    normed = {f"{name}_norm": residual_after_layers(pattern, norm=True) for name, pattern in patterns.items()}
+    collapsed = plain["full"] < plain["causal"] < 1e-3 and normed["causal_norm"] < 1e-3
+    return judge(collapsed and plain["local"] > 100 * plain["causal"], **plain, **normed)
+
+
+def rank_of_trained_states(*, trained: bool = True) -> Outcome:
+    """Effective rank and mean cosine of encoder states after the last layer, beside a randomly initialised model."""
+    net, inputs = read_translator()
+    random = build(net.spec, seed=0).double().eval()
+    numbers: dict[str, float] = {}
+    for name, model in (("trained", net), ("random", random)):
+        shares, cosines = [], []
+        for states in _encoder_states(model, inputs):
+            unit = states / states.norm(dim=1, keepdim=True)
+            shares.append(float(effective_rank(states[None])[0]) / min(states.shape))
+            cosines.append(float((unit @ unit.T).sum() - len(unit)) / (len(unit) * (len(unit) - 1)))
+        numbers |= {f"rank_{name}": sum(shares) / len(shares), f"cosine_{name}": sum(cosines) / len(cosines)}
+    name = "trained" if trained else "random"
+    return judge(numbers[f"rank_{name}"] > 0.7 and numbers[f"cosine_{name}"] > 0.05, **numbers)
+
+
+def _encoder_states(net: Transformer, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
+    """States [tokens, model] after the last encoder layer, before the final norm."""
+    states = list[Tensor]()
+    hook = net.get_submodule("encoder.norm").register_forward_pre_hook(lambda _, args: states.append(args[0][0]))
+    output_log_probs(net, inputs)
+    hook.remove()
+    return states
+
+
+# --- Conversion of trained attention ---------------------------------------------------------------------
+
+
+def collaborative_without_retraining(*, share: float = 0.5) -> Outcome:
+    """Divergence of the translator's outputs when its cross-attentions share a query-key space of fewer channels."""
+    net, inputs = read_translator()
+    expected = output_log_probs(net, inputs)
+    width = next(spec.model for _, spec in net.spec.attention_specs())
+    changes = {}
+    for name, channels in (("whole", width), ("reduced", round(width * share))):
+        after = convert(net, ToCollaborative(channels), kind="cross").after
+        changes[name] = mean_divergence(expected, output_log_probs(after, inputs))
+    numbers = {"width": width, "channels": round(width * share)}
+    return judge(changes["whole"] < 1e-9 and changes["reduced"] < 0.01, **changes, **numbers)
+
+
+def pooled_heads(*, most: int = 3, least: int = 1) -> Outcome:
+    """Divergence of the translator with fewer key-value heads: means of groups, or the first head of each group."""
+    net, inputs = read_translator()
+    expected = output_log_probs(net, inputs)
+    numbers: dict[str, float] = {"uniform": math.log(expected.shape[-1])}
+    for name, kv in (("most", most), ("least", least)):
+        pooled = convert(net, kv)
+        changes = {
+            site: AttentionChange(layer.spec, _first_heads(net, site, kv)) for site, layer in pooled.layers.items()
+        }
+        first = replace_attentions(net, changes)
+        numbers[f"mean_{name}"] = mean_divergence(expected, output_log_probs(pooled.after, inputs))
+        numbers[f"first_{name}"] = mean_divergence(expected, output_log_probs(first, inputs))
+    holds = {name: numbers[f"mean_{name}"] < numbers[f"first_{name}"] for name in ("most", "least")}
+    return judge_condition(holds["most"], holds["least"], **numbers)
+
+
+def _first_heads(net: Transformer, site: str, kv: int) -> dict[str, Tensor]:
+    """The weights of a layer with the keys and values of the first head of each group of neighbours."""
+    weights = dict(net.get_submodule(site).state_dict())
+    for name in ("project.k", "project.v"):
+        heads = weights[name].unflatten(0, (6, -1))
+        weights[name] = heads[:: 6 // kv].flatten(0, 1)
+    return weights
+
+
+def aligned_heads(*, align: str = "both") -> Outcome:
+    """Divergence of the translator with half of its key-value heads, pooled as they are and after an alignment."""
+    net, inputs = read_translator()
+    expected = output_log_probs(net, inputs)
+    numbers: dict[str, float] = {}
+    for name, choice in (("plain", "none"), ("aligned", align)):
+        result = convert(net, Pool(kv=3, align=choice), PAIRS)
+        numbers[name] = mean_divergence(expected, output_log_probs(result.after, inputs))
+        if result.equivalent is not None:
+            numbers["before"] = mean_divergence(expected, output_log_probs(result.equivalent, inputs))
+    return judge(numbers["aligned"] < 0.5 * numbers["plain"], **numbers)
+
+
+# --- Channels, depth, sparsity, and removed heads --------------------------------------------------------
+
+
+def channels_by_distance(*, trained: bool = True) -> Outcome:
+    """Correlation of each channel's product q k with the distance, in the translator's encoder: Vig's neuron view."""
+    net, inputs = read_translator()
+    net = net if trained else build(net.spec, seed=0).double().eval()
+    of_channel = torch.stack([_distance_correlations(net, layer, inputs) for layer in range(3)])
+    mean = of_channel.abs().mean((0, 1))
+    pairs = (mean[:8] + mean[8:]) / 2  # rotary rotates channels c and c + 8 together
+    best = int(pairs.argmax())
+    others = float((pairs.sum() - pairs[best]) / 7)
+    largest = float(of_channel.abs().max())
+    ratio = float(pairs[best]) / others
+    return judge(
+        ratio > 2 and float(pairs[best]) > 0.15,
+        best=float(pairs[best]),
+        others=others,
+        pair=f"{best}, {best + 8}",
+        largest=largest,
+    )
+
+
+def _distance_correlations(net: Transformer, layer: int, inputs: list[dict[str, Tensor]]) -> Tensor:
+    """Correlation [head, channel] of q[t] k[s] with |t - s|, over all pairs of tokens of all texts."""
+    attention, states = net.get_submodule(f"encoder.{layer}.attention"), list[Tensor]()
+    hook = attention.register_forward_pre_hook(lambda _, args: states.append(args[0]))
+    output_log_probs(net, inputs)
+    hook.remove()
+    products, distances = [], []
+    for x in states:
+        probe = Probe("q", "k")
+        with torch.no_grad():
+            attention(x, probe=probe)
+        q, k = probe.tensors["q"][0], probe.tensors["k"][0]
+        products.append(torch.einsum("thd,shd->hdts", q, k).flatten(2))
+        places = torch.arange(x.shape[1], dtype=torch.float64)
+        distances.append((places[:, None] - places).abs().flatten())
+    product, distance = torch.cat(products, -1), torch.cat(distances)
+    product, distance = product - product.mean(-1, keepdim=True), distance - distance.mean()
+    return (product * distance).sum(-1) / (product.norm(dim=-1) * distance.norm())
+
+
+def gradient_ratio(depth: int, *, cross: bool, scaled: bool, seed: int) -> float:
+    """Norm of the gradient before the first post-norm layer over that before the last, at the start."""
+    width, x, memory = 32, sample(seed, 2, 16, 32).requires_grad_(), sample(seed + 50, 2, 4, 32)
+    states, spec = [x], design(model=width, heads=4)
+    for number in range(1, depth + 1):
+        own, source = Attention(spec).double(), Attention(spec).double()
+        feed = nn.Sequential(nn.Linear(width, 128, bias=False), nn.ReLU(), nn.Linear(128, width, bias=False)).double()
+        generator = torch.Generator().manual_seed(1000 * seed + number)
+        depth_scaled_init((own, source, feed), depth=number if scaled else 1, generator=generator)
+        y = F.layer_norm(states[-1] + own(states[-1]), (width,))
+        y = F.layer_norm(y + source(y, source=memory), (width,)) if cross else y
+        states.append(F.layer_norm(y + feed(y), (width,)))
+    first, last = torch.autograd.grad((states[-1] * sample(seed + 7, 2, 16, width)).sum(), (states[0], states[-2]))
+    return float(first.norm() / last.norm())
+
+
+def gradients_of_deep_layers(*, depth: int = 12) -> Outcome:
+    """Geometric means over 5 initialisations of `gradient_ratio`, for encoders and decoders, usual and depth-scaled."""
+    numbers = {}
+    for stack, cross in (("encoder", False), ("decoder", True)):
+        for init, scaled in (("usual", False), ("scaled", True)):
+            ratios = [gradient_ratio(depth, cross=cross, scaled=scaled, seed=seed) for seed in range(5)]
+            numbers[f"{stack}_{init}"] = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    vanishes = {stack: numbers[f"{stack}_usual"] < 0.5 < numbers[f"{stack}_scaled"] for stack in ("encoder", "decoder")}
+    return judge_condition(vanishes["decoder"], vanishes["encoder"], **numbers, depth=depth)
+
+
+def density_by_alpha(*, alphas: tuple[float, ...] = (1.0, 1.5, 2.0)) -> Outcome:
+    """Share of the keys with a weight above 0, for 64 random tokens, by the alpha of entmax."""
+    shares = {}
+    for name, alpha in zip(("softmax", "entmax", "sparsemax"), alphas, strict=True):
+        part = '"Softmax"' if alpha == 1 else f'"Entmax", alpha = {alpha}'
+        spec = from_toml(f"model = 16\nheads = {{q = 2, dim = 8}}\nnormaliser = {{part = {part}}}")
+        probe = Probe("weights")
+        make_layer(spec)(sample(1, 1, 64, 16), probe=probe)
+        shares[name] = float((probe.tensors["weights"] > 0).double().mean())
+    return judge(shares["softmax"] == 1 > shares["entmax"] > shares["sparsemax"], **shares)
+
+
+def heads_removed_alone(*, limit: float = 0.1) -> Outcome:
+    """Divergence of the translator without one head, for each head, and without all but one head of a layer."""
+    net, inputs = read_translator()
+    expected, alone, kept = output_log_probs(net, inputs), [], []
+    for site in (name for name, module in net.named_modules() if isinstance(module, Attention)):
+        with_one = []
+        for head in range(6):
+            others = [(site, other) for other in range(6) if other != head]
+            for heads, found in (([(site, head)], alone), (others, with_one)):
+                with ablate(net, heads):
+                    found.append(mean_divergence(expected, output_log_probs(net, inputs)))
+        kept.append(min(with_one))
+    below = sum(change < limit for change in alone)
+    return judge(
+        below > len(alone) / 2,
+        heads=len(alone),
+        below=below,
+        largest=max(alone),
+        layers=len(kept),
+        with_one=sum(change < limit for change in kept),
+        worst=max(kept),
+    )
