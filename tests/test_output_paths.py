@@ -410,6 +410,20 @@ def test_a_block_that_fails_leaves_the_old_folder(tmp_path: Path, can_exchange: 
     assert snapshot(tmp_path) == {"new": None, "new/a": b"2"}
 
 
+def test_ctrl_c_while_the_hidden_folder_is_deleted_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    interrupts, rmdir = iter([KeyboardInterrupt]), os.rmdir
+
+    def interrupted(path: str, *, dir_fd: int | None = None) -> None:
+        for interrupt in interrupts:
+            raise interrupt
+        rmdir(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "rmdir", interrupted)
+    with pytest.raises(KeyboardInterrupt), stage_folder(tmp_path / "new", FolderKind("report", ("a",))) as folder:
+        (folder / "a").write_text("1")
+    assert os.listdir(tmp_path) == ["new"]
+
+
 def test_a_folder_that_others_fill_meanwhile_is_theirs(tmp_path: Path):
 
     def write() -> None:

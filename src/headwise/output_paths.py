@@ -203,7 +203,11 @@ def stage_folder(path: Path | str, kind: FolderKind, existing: Existing = "refus
             error = explain_failed_write(error, error.filename or staged)
         raise OSError(str(error).replace(str(staged), str(target))) from error
     finally:
-        shutil.rmtree(hidden, ignore_errors=True)
+        try:
+            shutil.rmtree(hidden, ignore_errors=True)
+        except BaseException:  # Ctrl-C while it is deleted: delete the rest
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
 
 
 def _make_locked_folder(folder: Path) -> int:
