@@ -120,7 +120,7 @@ def strip_figure(
         parts.append(f'<line class="reference" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>')
     for number, (name, seeds) in enumerate(rows.items()):
         y = TOP + ROW_HEIGHT * (number + 0.5)
-        weight = ' font-weight="700"' if name in bold else ""
+        weight = ' style="font-weight:700"' if name in bold else ""
         parts.append(f'<text x="{LEFT + 80}" y="{y + 4:.1f}" text-anchor="end"{weight}>{escape_svg(name)}</text>')
         mean = means[name]
         if math.isfinite(mean.value):
@@ -143,7 +143,7 @@ def difference_figure(rows: Mapping[str, tuple[Sequence[float], Span]], label: s
     parts.append(f'<line class="reference" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>')
     for number, (name, (seeds, span)) in enumerate(rows.items()):
         y = TOP + ROW_HEIGHT * (2 * number + 1.4)
-        weight = ' font-weight="700"' if name in bold else ""
+        weight = ' style="font-weight:700"' if name in bold else ""
         parts.append(f'<text x="16" y="{y - 14:.1f}"{weight}>{escape_svg(name)}</text>')
         parts.append(f'<line class="interval" x1="{x(span.low):.1f}" x2="{x(span.high):.1f}" y1="{y}" y2="{y}"/>')
         parts.append(_mark(x(span.value), y - 6, "mean", f"{name}: {span.value:+.4g}"))
@@ -227,7 +227,7 @@ def _spread(targets: Sequence[float]) -> list[float]:
 
 def _label(y: float, name: str, colour: str, dash: str = "", bold: bool = False) -> str:
     """A sample of the line, and the name of the series."""
-    weight, left = ' font-weight="700"' if bold else "", WIDTH - LABEL_WIDTH
+    weight, left = ' style="font-weight:700"' if bold else "", WIDTH - LABEL_WIDTH
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     return (
         f'<line class="sample" stroke="{colour}"{dashed} x1="{left + 6}" x2="{left + 22}" y1="{y:.1f}" y2="{y:.1f}"/>'
