@@ -21,7 +21,7 @@ STUDIES = sorted((Path(__file__).parents[2] / "studies").glob("*.toml"))
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_every_study_can_be_made(path: Path):
-    for scale in ("smoke", "small"):
+    for scale in ("smoke", "small", "page"):
         study = read_study(path, scale)
         grid = CellGrid(study)
         assert len(grid.models) == len(study.variants) * len(study.tasks)
