@@ -149,6 +149,8 @@ def test_best_needs_significance():
     assert not equal["mha", "recall"].is_best
     beaten = score_variants(make_results({"mha": [0.9] * 4, "gqa": [0.2, 0.3, 0.2, 0.3], "linear": [0.1] * 4}))
     assert beaten["mha", "recall"].is_best
+    close = score_variants(make_results({"mha": [0.9] * 4, "gqa": [0.2, 0.9, 0.9, 0.9], "linear": [0.1] * 4}))
+    assert not close["mha", "recall"].is_best  # the best mean, but one variant is not significantly worse
 
 
 def test_learning_rates_are_chosen_on_validation():

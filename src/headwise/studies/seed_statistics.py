@@ -76,8 +76,8 @@ class VariantScore:
 def score_variants(results: StudyResults) -> dict[tuple[str, str], VariantScore]:
     """Score every variant on every task, and compare it with the baseline.
 
-    A variant is the best of a task only if it differs significantly from the baseline, or is the baseline and no
-    variant is better.
+    A variant is the best of a task only if it is significantly better than the baseline, or is the baseline and all
+    others are significantly worse.
     """
     scores: dict[tuple[str, str], VariantScore] = {}
     study, comparisons = results.study, compare_seeds(results)
@@ -227,18 +227,14 @@ def _first_success(one: CellResult, task: StudyTask) -> int | None:
 
 
 def _find_best(scores: dict[tuple[str, str], VariantScore], task: StudyTask, baseline: str) -> tuple[str, str] | None:
-    """The best variant of a task if it is significantly better than the baseline, else the unbeaten baseline."""
+    """The best variant of a task if it is significantly better than the baseline; a baseline if it beats all others."""
     sign = 1 if task.higher_is_better else -1
-    better = [
-        key
-        for key, score in scores.items()
-        if key[1] == task.name
-        and score.comparison is not None
-        and score.comparison.is_significant
-        and sign * score.comparison.difference.value > 0
-    ]
-    if better:
-        return max(better, key=lambda key: sign * scores[key].mean.value)
-    means = [sign * score.mean.value for key, score in scores.items() if key[1] == task.name and score.values]
-    own = scores.get((baseline, task.name))
-    return (baseline, task.name) if own and own.values and sign * own.mean.value >= max(means) else None
+    others = {key: score for key, score in scores.items() if key[1] == task.name and key[0] != baseline}
+    gains = {
+        key: sign * one.difference.value
+        for key, score in others.items()
+        if (one := score.comparison) is not None and one.is_significant
+    }
+    if any(gain > 0 for gain in gains.values()):
+        return max((key for key, gain in gains.items() if gain > 0), key=lambda key: sign * scores[key].mean.value)
+    return (baseline, task.name) if others and len(gains) == len(others) else None
