@@ -489,7 +489,7 @@ NAMES = {
     "ACTIVATION_PROFILES": [*activations.BACKEND_PROFILES, *activations.FORMULA_PROFILES],
     "CALL_STATES": backend_report.STATES,
     "LOGGERS": LOGGERS,
-    "RECURRENT_NETWORKS": [name for name in NETWORKS if name != "transformer"],
+    "NETWORKS": [name for name in NETWORKS if name != "transformer"],
 }
 
 

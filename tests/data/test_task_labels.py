@@ -116,6 +116,28 @@ def test_copy_wants_the_block_again(kind: str):
     assert bool(separate) == (kind == "selective")
 
 
+def test_copy_from_a_source_repeats_it():
+    one = make_task("copy", kind="source", symbols=7, block=(5, 9), gap=0)
+    batch, sizes = one.batch(0, 200), set[int]()
+    assert batch.source is not None
+    assert batch.tokens is not None
+    assert batch.source_tokens is not None
+    assert torch.equal(batch.tokens.is_real, batch.source_tokens.is_real)
+    for x, labels, source, gold in zip(
+        *(t.tolist() for t in (batch.x, batch.labels, batch.source)), batch.gold, strict=True
+    ):
+        size = gold.block
+        block = source[:size]
+        assert all(3 <= token < 10 for token in block)
+        assert (x[:size], labels) == ([2, *block[:-1]], block + [IGNORE_INDEX] * (len(labels) - size))
+        assert gold.links == tuple((n, n) for n in range(size))
+        sizes.add(size)
+    assert sizes == {5, 9}
+    assert batch.tokens.is_real.sum(1).tolist() == [gold.block for gold in batch.gold]
+    logits = torch.nn.functional.one_hot(batch.labels.clamp(min=0), 10).float()
+    assert {"accuracy@block=5", "accuracy@block=9", "exact_match@block=9"} < set(one.measure(logits, batch))
+
+
 def test_copy_reports_its_distance():
     one = make_task("copy", symbols=7, block=(5, 9), gap=(0, 20))
     batch = one.batch(0, 50)

@@ -21,6 +21,7 @@ from headwise.costs.flops import parameter_terms
 from headwise.model_spec import (
     ApproximateAttention,
     BlockSpec,
+    ConvolutionSpec,
     EmbeddingSpec,
     ExpertsSpec,
     FeedForwardSpec,
@@ -131,9 +132,10 @@ EVERY = (
         "recurrent",
         "encoder-decoder",
         (
-            stack(BlockSpec(recurrent=RecurrentSpec()), name="encoder", embedding=EmbeddingSpec(11)),
+            stack(BlockSpec(mixer=RecurrentSpec()), name="encoder", embedding=EmbeddingSpec(11)),
             stack(
-                BlockSpec(cross=spec(source=10), recurrent=RecurrentSpec("source")),
+                BlockSpec(cross=spec(source=10), mixer=RecurrentSpec("source")),
+                BlockSpec(mixer=ConvolutionSpec(3, 2)),
                 embedding=EmbeddingSpec(11, table="encoder"),
             ),
         ),

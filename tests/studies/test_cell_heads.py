@@ -80,6 +80,11 @@ def test_gates_are_the_share_of_tokens():
         assert sum(loads) == pytest.approx(gate.always + gate.active, abs=1e-5)  # heads that are on for a token
 
 
+def test_long_texts_are_summarised_by_their_first_queries():
+    summary = summarise_heads(make_net(), make_task("recall", vocabulary=16, length=300, pairs=2), 2)
+    assert all(np.isfinite(summary[name]) for name in ("score_deviation", "score_rank", "score_change"))
+
+
 def test_mixing_changes_scores_and_texts_are_needed():
     assert summarise_heads(make_net("talking"), TASK, NUM_TEXTS)["score_change"] >= 0
     net = make_net("talking")

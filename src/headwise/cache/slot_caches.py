@@ -286,7 +286,7 @@ class RecurrentStateCache(KVCache):
 
 
 class HiddenStateCache(TokenCache):
-    """The state [B, D] of a recurrent layer after the tokens so far; None before the first."""
+    """The state [B, ...] of a recurrence or convolution after the tokens so far; None before the first."""
 
     def __init__(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(batch, dtype, device)

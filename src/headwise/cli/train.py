@@ -287,7 +287,7 @@ def _with_model_tokenizer(task: Task, model: str) -> Task:
 def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transformer:
     """Return the model to train: a description, the task's model with another attention, or a model with weights."""
     path = Path(name)
-    if name in known_names.RECURRENT_NETWORKS:
+    if name in known_names.NETWORKS:
         from ..studies.variant_models import resize_model
 
         return resize_model(task, {"network": name})
@@ -295,7 +295,7 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
     if name not in PRESETS and not is_published and not path.exists():
         from ..families import PUBLISHED_MODELS
 
-        model_names = [*PRESETS, *known_names.RECURRENT_NETWORKS, *PUBLISHED_MODELS]
+        model_names = [*PRESETS, *known_names.NETWORKS, *PUBLISHED_MODELS]
         raise UsageError(f"there is no preset, file or folder {name!r}; {suggest(name, model_names)}")
     if name not in PRESETS and not is_published and path.suffix not in DESCRIPTION_SUFFIXES:
         return _load_weights(path, task, recipe)

@@ -15,7 +15,15 @@ from ..backends.core_interface import CallSignature
 from ..backends.query_blocks import QUERY_BLOCK_SIZE
 from ..errors import NoBackend, SpecError, suggest
 from ..interfaces.core_types import Phase
-from ..model_spec import BlockSpec, EmbeddingSpec, ExpertsSpec, FeedForwardSpec, NormSpec, OutputHeadSpec
+from ..model_spec import (
+    BlockSpec,
+    EmbeddingSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    NormSpec,
+    OutputHeadSpec,
+    SequenceMixerSpec,
+)
 from ..presets import design
 from ..spec.attention_spec import AttentionSpec
 from .flops import CostBreakdown
@@ -129,11 +137,10 @@ def feed_forward_bytes(feed: FeedForwardSpec, count: int, context: ActivationCon
         yield "mask", context.dropout_mask_bytes(count, SymbolicInt.of(feed.hidden, "hidden"))
 
 
-def recurrent_bytes(width: int, context: ActivationContext) -> NamedBytes:
-    """Yield what a gated recurrence saves, except its input: gates, candidates, and the states between the tokens."""
-    state_bytes = context.element_bytes * context.num_tokens * width
-    yield "states", state_bytes
-    yield "gates", 7 * state_bytes
+def mixer_bytes(mixer: SequenceMixerSpec, width: int, context: ActivationContext) -> NamedBytes:
+    """Yield what a recurrence or convolution saves, with its input if that is saved."""
+    for name, vectors in mixer.saved_vectors.items():
+        yield name, context.element_bytes * context.num_tokens * width * vectors
 
 
 def _num_hidden_tensors(feed: FeedForwardSpec, context: ActivationContext) -> int:

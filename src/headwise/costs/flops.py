@@ -25,7 +25,8 @@ from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CallSize, CoreShape, Phase
 from ..masking.patterns import Pattern, count_pairs_by_head
 from ..model_spec import BlockSpec, EmbeddingSpec, ExpertsSpec, ModelSpec, OutputHeadSpec, StackSpec, WeightSpec
-from ..model_spec.components import RecurrentSpec, add_prefix
+from ..model_spec.components import add_prefix
+from ..model_spec.mixers import SequenceMixerSpec
 from ..spec.attention_spec import AttentionSpec
 from .pairs_per_head import pairs_over_heads, patterns_of_kv_heads
 from .symbolic_int import SymbolicInt, formula, formula_as_factor, name_sizes
@@ -36,7 +37,6 @@ from .weight_storage import (
     is_routed,
     list_feed_weights,
     list_head_matrices,
-    list_recurrent_weights,
 )
 
 
@@ -501,8 +501,8 @@ def _block_components(
 ) -> Iterator[ModelComponent]:
     """Yield the components of equal layers, given the first of them and their number."""
     depth, times = layers
-    if block.recurrent:
-        yield from _recurrent_components(stack, block.recurrent, layers, early)
+    if block.mixer:
+        yield from _mixer_components(stack, block.mixer, layers, early)
     for role, spec in block.attention_specs.items():
         cross_spec = replace(spec, source=spec.source or spec.model) if role == "cross" else spec
         place = f"{stack.name}.{depth}.{role}"
@@ -520,17 +520,16 @@ def _block_components(
         )
 
 
-def _recurrent_components(
-    stack: StackSpec, recurrent: RecurrentSpec, layers: tuple[int, int], early: bool
+def _mixer_components(
+    stack: StackSpec, mixer: SequenceMixerSpec, layers: tuple[int, int], early: bool
 ) -> Iterator[LinearComponent]:
     """Yield the matrices of every token, and that of the first state, which is computed once a sequence."""
-    (depth, times), place = layers, f"{stack.name}.*.recurrent"
-    weights = list_recurrent_weights(recurrent, stack.model, f"{stack.name}.{depth}.recurrent")
+    (depth, times), place = layers, f"{stack.name}.*.mixer"
     for suffix, count_tokens in (("", lambda call: call.tokens), (".start", TOKENS_SCORED_BY_HEAD["first"])):
-        named = [w for w in recurrent.weights(stack.model) if w.name.startswith("start") == bool(suffix)]
-        own = tuple(w for w in weights if (".start" in w.name) == bool(suffix))
+        named = [w for w in mixer.weights(stack.model) if w.name.startswith("start") == bool(suffix)]
+        own = tuple(add_prefix(f"{stack.name}.{depth}.mixer", "mixer", named))
         if matrices := tuple(w for w in named if len(w.shape) == 2):
-            yield LinearComponent(place + suffix, "recurrent", matrices, count_tokens, own, times, early)
+            yield LinearComponent(place + suffix, "mixer", matrices, count_tokens, own, times, early)
 
 
 def _embedding_component(stack: StackSpec, embedding: EmbeddingSpec, early: bool) -> LinearComponent:

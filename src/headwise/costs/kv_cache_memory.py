@@ -40,7 +40,7 @@ from .weight_storage import (
     list_attention_weights,
     list_feed_weights,
     list_head_matrices,
-    list_recurrent_weights,
+    list_mixer_weights,
     total_weight_bytes,
 )
 from .workload import MAX_SIZE
@@ -151,23 +151,23 @@ def group_attentions(spec_or_model: AttentionSpec | ModelSpec, num_layers: int =
 
 
 def group_matrices(spec_or_model: AttentionSpec | ModelSpec) -> tuple[WeightMatrixGroup, ...]:
-    """Return the recurrences and feed-forwards of a model's last stack, equal ones as one group, and its first head."""
+    """Return the mixers and feed-forwards of a model's last stack, equal ones as one group, and its first head."""
     if isinstance(spec_or_model, AttentionSpec):
         return ()
     stack = spec_or_model.stacks[-1]
     layers = list(enumerate(stack.layers))
     feeds = [(depth, block.feed) for depth, block in layers if block.feed is not None]
     groups = group_stored_alike(stack, feeds, spec_or_model.quantization)
-    recurrences = [(depth, block.recurrent) for depth, block in layers if block.recurrent is not None]
+    mixers = [(depth, block.mixer) for depth, block in layers if block.mixer is not None]
     return (
         *(
             WeightMatrixGroup(
-                "recurrence",
+                "mixer",
                 times,
-                list_recurrent_weights(recurrent, stack.model, f"{stack.name}.{depth}.recurrent"),
-                hidden_numbers=7 * stack.model,  # the input, and both products for three gates
+                list_mixer_weights(mixer, stack.model, f"{stack.name}.{depth}.mixer"),
+                hidden_numbers=mixer.hidden_vectors * stack.model,
             )
-            for depth, recurrent, times in group_stored_alike(stack, recurrences, spec_or_model.quantization)
+            for depth, mixer, times in group_stored_alike(stack, mixers, spec_or_model.quantization)
         ),
         *(
             _feed_forward_matrices(feed, times, list_feed_weights(feed, stack.model, f"{stack.name}.{depth}.feed"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..errors import SpecError, suggest
 from ..interfaces import Modifier, ValueStep
 from ..interfaces.core_types import CallSize, Phase
-from ..model_spec import BlockSpec, ExpertsSpec, FeedForwardSpec, ModelSpec, RecurrentSpec, StackSpec
+from ..model_spec import BlockSpec, ExpertsSpec, FeedForwardSpec, ModelSpec, SequenceMixerSpec, StackSpec
 from ..spec.attention_spec import AttentionSpec
 from . import activations, flops
 from .activations import (
@@ -206,9 +206,8 @@ def _branch_items(
     The source of cross-attention is left out, because all layers of a decoder share it.
     """
     workload, settings, context = how
-    if name == "recurrent":
-        items = activations.recurrent_bytes(model, context)
-        items = [("input", context.element_bytes * context.num_tokens * model), *items]
+    if name == "mixer" and block.mixer is not None:
+        items = activations.mixer_bytes(block.mixer, model, context)
     elif name == "feed":
         items = _feed_forward_items(block, model, context)
     else:
@@ -423,10 +422,11 @@ def _branch_recompute_items(
 ) -> Iterable[CostTerm]:
     """Return the recomputed products of a branch, with its last product if `includes_last`."""
     workload, settings = how
-    if name == "recurrent":
-        if settings.checkpoint == "core" or block.recurrent is None:
+    if name == "mixer":
+        if settings.checkpoint == "core" or block.mixer is None:
             return ()
-        return recurrent_products(block.recurrent, model, workload.batch, workload.context)
+        products = list(mixer_products(block.mixer, model, workload.batch, workload.context))
+        return products if includes_last or not block.mixer.ends_with_product else products[:-1]
     if name == "feed":
         if settings.checkpoint == "core" or block.feed is None:
             return ()
@@ -462,16 +462,17 @@ def feed_forward_products(feed: FeedForwardSpec | ExpertsSpec, model: int, count
         yield CostTerm(name, f"2 {count} {feed.hidden} {model}", 2 * count * feed.hidden * model)
 
 
-def recurrent_products(recurrent: RecurrentSpec, model: int, rows: int, context: int) -> Iterator[CostTerm]:
-    """Yield the FLOPs of a recurrence on rows of `context` tokens; the first state is computed once a row.
+def mixer_products(mixer: SequenceMixerSpec, model: int, rows: int, context: int) -> Iterator[CostTerm]:
+    """Yield the FLOPs of a mixer on rows of `context` tokens; the first state is computed once a row.
 
-    >>> [term.value for term in recurrent_products(RecurrentSpec("source"), 8, 2, 5)]  # 2 tokens 3 d d, 2 rows d d
+    >>> from headwise.model_spec import RecurrentSpec
+    >>> [term.value for term in mixer_products(RecurrentSpec("source"), 8, 2, 5)]  # 2 tokens 3 d d, 2 rows d d
     [3840, 3840, 256]
     """
-    for weight in recurrent.weights(model):
+    for weight in mixer.weights(model):
         if len(weight.shape) == 2:
             count = rows if weight.name == "start" else rows * context
-            yield CostTerm(weight.name, f"2 {count} {weight.shape[0]} {model}", 2 * count * weight.numel)
+            yield CostTerm(weight.name, f"2 {count} {weight.shape[0]} {weight.shape[1]}", 2 * count * weight.numel)
 
 
 # --- Memory of the optimiser: bytes per parameter, by convention ---------------------------------------

@@ -15,7 +15,7 @@ from ..model_spec import (
     ModelSpec,
     OutputHeadSpec,
     QuantizationSpec,
-    RecurrentSpec,
+    SequenceMixerSpec,
     StackSpec,
     WeightSpec,
     attention_weights,
@@ -104,9 +104,9 @@ def list_feed_weights(feed: FeedForwardSpec | ExpertsSpec, model: int, place: st
     return tuple(weight for weight in add_prefix(place, "feed", feed.weights(model)) if weight.trainable)
 
 
-def list_recurrent_weights(recurrent: RecurrentSpec, model: int, place: str) -> tuple[WeightSpec, ...]:
-    """Return the tensors of a recurrence at a place such as "decoder.3.recurrent"."""
-    return tuple(add_prefix(place, "recurrent", recurrent.weights(model)))
+def list_mixer_weights(mixer: SequenceMixerSpec, model: int, place: str) -> tuple[WeightSpec, ...]:
+    """Return the tensors of a recurrence or convolution at a place such as "decoder.3.mixer"."""
+    return tuple(add_prefix(place, "mixer", mixer.weights(model)))
 
 
 def list_head_matrices(head: OutputHeadSpec, model: int) -> tuple[WeightSpec, ...]:

@@ -30,6 +30,7 @@ from .synthetic_task import (
     find_correct_rows,
     make_small_decoder,
     make_small_encoder,
+    make_small_translator,
     parse_sizes,
     slice_by_power_of_two,
     slice_by_value,
@@ -41,11 +42,14 @@ from .task import IGNORE_INDEX, Batch, MetricSums
 
 
 NOISE_ID, REPEAT_ID, START_ID = 0, 1, 2  # symbols have the ids after these
-COPY_KINDS = ("induction", "selective")
+COPY_KINDS = ("induction", "selective", "source")
 
 
 class CopyAnnotation(NamedTuple):
-    """Annotation of an example: lengths of block and gap, and links (index of a symbol, index of its label)."""
+    """Annotation of an example: lengths of block and gap, and links (index of a symbol, index of its label).
+
+    In kind="source" the symbols are those of the source.
+    """
 
     block: int
     gap: int
@@ -56,9 +60,9 @@ class CopyAnnotation(NamedTuple):
 class CopyTask(SyntheticTask):
     """A random block of symbols, a gap of noise, a separator, and the block again, which must be predicted.
 
-    kind="selective" scatters the noise among the symbols instead (MAD, 2403.17844). `block` and `gap` are the numbers
-    of symbols and of noise tokens; from a tuple each example draws one. Ids: 0 is noise, 1 the separator, 2 begins
-    every row, symbols follow.
+    kind="selective" scatters the noise among the symbols instead (MAD, 2403.17844). kind="source" gives the block
+    alone to an encoder, and the decoder repeats it. `block` and `gap` are the numbers of symbols and of noise tokens;
+    from a tuple each example draws one. Ids: 0 is noise, 1 the separator, 2 begins every row, symbols follow.
 
     >>> task = CopyTask(symbols=9, block=4, gap=2)
     >>> print(task.text(task.batch(0, 1).x[0].tolist()))
@@ -77,6 +81,8 @@ class CopyTask(SyntheticTask):
             raise SpecError(f"kind={self.kind!r} is unknown; {suggest(self.kind, COPY_KINDS)}")
         check_whole_number("symbols", self.symbols, 2)
         blocks, gaps = parse_sizes("block", self.block, 1), parse_sizes("gap", self.gap, 0)
+        if self.kind == "source" and gaps != (0,):
+            raise SpecError(f"gap={self.gap} is not possible with kind='source', which has no noise; use gap=0")
         check_sizes(self, tokens=1 + 2 * max(blocks) + max(gaps), symbols=self.symbols)
         check_num_examples(self, float(self.symbols) ** min(*blocks, 64), "use a longer block or more symbols")
 
@@ -88,10 +94,12 @@ class CopyTask(SyntheticTask):
         return {"accuracy": accuracy, "exact_match": sum(accuracy**block for block in blocks) / len(blocks)}
 
     def model(self) -> ModelSpec:
-        """A decoder of two layers, the least for induction heads: the first attends to the previous token."""
-        return make_small_decoder(
-            self.name, self.symbols + START_ID + 1, ModelShape(width=64, heads=4, layers=2, feed=128)
-        )
+        """A decoder of two layers, the least for induction heads: the first attends to the previous token.
+
+        kind="source" has an encoder and a decoder of two layers each.
+        """
+        make = make_small_translator if self.kind == "source" else make_small_decoder
+        return make(self.name, self.symbols + START_ID + 1, ModelShape(width=64, heads=4, layers=2, feed=128))
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         blocks, gaps = parse_sizes("block", self.block, 1), parse_sizes("gap", self.gap, 0)
@@ -115,6 +123,8 @@ class CopyTask(SyntheticTask):
         return {"content": x, "x": x, "labels": labels, "sources": sources, "block": block, "gap": gap}
 
     def to_batch(self, examples: ExampleArrays) -> Batch:
+        if self.kind == "source":
+            return _make_source_batch(examples["x"], examples["block"])
         block, gap = examples["block"], examples["gap"]
         length = 1 + 2 * block + gap
         x, labels = (
@@ -129,22 +139,40 @@ class CopyTask(SyntheticTask):
         return Batch(x.clamp(min=0), labels, tokens=tokens, gold=gold)
 
     def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
-        """Accuracy per symbol, by distance to its source; exact match of whole blocks, by block length."""
+        """Accuracy per symbol, by distance to its source (in kind="source", by block length); exact match of whole
+        blocks, by block length.
+        """
         correct, has_label = find_correct(logits, batch.labels)
-        distance = torch.zeros(has_label.shape, dtype=torch.long)
-        for row, example in enumerate(batch.gold):
-            sources, targets = torch.tensor(example.links).T
-            distance[row, targets] = targets - sources
-        by_distance = slice_by_power_of_two("distance", distance.to(has_label.device))
-        correct_rows = find_correct_rows(correct, has_label)
-        by_block = slice_by_value("block", [example.block for example in batch.gold], correct_rows)
-        accuracy = dict(sum_by_slice("accuracy", correct, has_label, by_distance))
+        correct_rows, blocks = find_correct_rows(correct, has_label), [example.block for example in batch.gold]
+        by_block = slice_by_value("block", blocks, correct_rows)
+        if self.kind == "source":
+            slices = slice_by_value("block", blocks, correct)
+        else:
+            distance = torch.zeros(has_label.shape, dtype=torch.long)
+            for row, example in enumerate(batch.gold):
+                sources, targets = torch.tensor(example.links).T
+                distance[row, targets] = targets - sources
+            slices = slice_by_power_of_two("distance", distance.to(has_label.device))
+        accuracy = dict(sum_by_slice("accuracy", correct, has_label, slices))
         return accuracy | dict(sum_by_slice("exact_match", correct_rows, torch.ones_like(correct_rows), by_block))
 
     def text(self, ids: list[int]) -> str:
         """Symbols as numbers, noise as ".", the separator as "|", the start of a row as ">"."""
         names = {NOISE_ID: ".", REPEAT_ID: "|", START_ID: ">"}
         return " ".join(names.get(token_id, str(token_id - START_ID - 1)) for token_id in ids)
+
+
+def _make_source_batch(rows: Ints, block: Ints) -> Batch:
+    """Batch of an encoder that reads the block of each row of a copy task, and a decoder that repeats it."""
+    longest = int(block.max())
+    source = torch.from_numpy(rows[:, 1 : 1 + longest])
+    in_block = torch.arange(longest) < torch.from_numpy(block)[:, None]
+    begin = torch.full_like(source[:, :1], START_ID)
+    source = source.where(in_block, NOISE_ID)
+    tokens = None if in_block.all() else SequenceInfo.from_batch(source, lengths=torch.from_numpy(block))
+    gold = [CopyAnnotation(size, 0, tuple((n, n) for n in range(size))) for size in block.tolist()]
+    x, labels = torch.cat([begin, source[:, :-1]], 1), source.where(in_block, IGNORE_INDEX)
+    return Batch(x.where(in_block, NOISE_ID), labels, tokens, source, tokens, gold)
 
 
 def _scatter_positions(random: np.ndarray, block: np.ndarray, end: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ from ..masking.pattern_base import check_whole_number
 from ..masking.patterns import Pattern
 from ..model_spec import (
     BlockSpec,
+    ConvolutionSpec,
     EmbeddingSpec,
     FeedForwardSpec,
     ModelSpec,
@@ -204,7 +205,16 @@ def slice_by_power_of_two(name: str, values: Tensor) -> dict[str, Tensor]:
 
 
 POSITIONS = ("rotary", "sinusoidal", "none")
-NETWORKS = ("transformer", "gru-fixed", "gru-additive", "gru-dot")
+NETWORKS = {  # and the kinds of models that can have them
+    "transformer": ("decoder", "encoder", "encoder-decoder"),
+    "gru": ("decoder",),
+    "conv": ("decoder",),
+    "conv-dilated": ("decoder",),
+    "gru-fixed": ("encoder-decoder",),
+    "gru-additive": ("encoder-decoder",),
+    "gru-dot": ("encoder-decoder",),
+}
+CONVOLUTION_KERNEL = 4  # as many parameters as self-attention
 
 
 @dataclass(frozen=True)
@@ -214,10 +224,12 @@ class ModelShape:
     positions="rotary" rotates queries and keys, so that the model also accepts longer sequences than those of
     training; "sinusoidal" adds positions to the embedding; "none" uses no positions.
 
-    network="transformer" has self-attention. The others replace it by a gated recurrent unit, which needs no
-    positions: in "gru-fixed" the decoder starts from the encoder's last state and reads nothing else of the source
-    (1406.1078), in "gru-additive" it also has additive cross-attention (1409.0473), in "gru-dot" scaled dot-product
-    cross-attention. Attention comes after the recurrence, as in 1508.04025, so all positions are trained at once.
+    network="transformer" has self-attention. The others replace it by what needs no positions. Decoders: "gru" is a
+    gated recurrent unit, "conv" a causal convolution of 4 tokens, "conv-dilated" one whose tokens are 4 times further
+    apart in every layer (1609.03499). Encoder-decoders have a gated recurrent unit: in "gru-fixed" the decoder starts
+    from the encoder's last state and reads nothing else of the source (1406.1078), in "gru-additive" it also has
+    additive cross-attention (1409.0473), in "gru-dot" scaled dot-product cross-attention. Attention comes after the
+    recurrence, as in 1508.04025, so all positions are trained at once.
     """
 
     width: int
@@ -235,20 +247,24 @@ class ModelShape:
     def blocks(self, pattern: str | Pattern, cross: str = "") -> list[BlockSpec]:
         """The pre-norm blocks of a stack; `cross` is the pattern of their cross-attention, if they have one."""
         if self.network != "transformer":
-            return [self._recurrent_block(cross)] * self.layers
+            return [self._mixer_block(cross, depth) for depth in range(self.layers)]
         modifiers = (find_class("Rotary")(),) if self.positions == "rotary" else ()
         self_attention = design(model=self.width, heads=self.heads, pattern=pattern, modifiers=modifiers)
         cross_attention = design(model=self.width, heads=self.heads, pattern=cross) if cross else None
         feed = FeedForwardSpec(self.feed, "gelu", bias="ud") if self.feed else None
         return [BlockSpec(self_attention, cross_attention, feed)] * self.layers
 
-    def _recurrent_block(self, cross: str) -> BlockSpec:
+    def _mixer_block(self, cross: str, depth: int) -> BlockSpec:
         attention = None
         if cross and self.network != "gru-fixed":
             similarity = find_class("Additive" if self.network == "gru-additive" else "Dot")()
             attention = design(model=self.width, heads=self.heads, pattern=cross, similarity=similarity)
         feed = FeedForwardSpec(self.feed, "gelu", bias="ud") if self.feed else None
-        return BlockSpec(cross=attention, feed=feed, recurrent=RecurrentSpec("source" if cross else "zeros"))
+        mixer = RecurrentSpec("source" if cross else "zeros")
+        if self.network.startswith("conv"):
+            dilation = CONVOLUTION_KERNEL**depth if self.network == "conv-dilated" else 1
+            mixer = ConvolutionSpec(CONVOLUTION_KERNEL, dilation)
+        return BlockSpec(cross=attention, feed=feed, mixer=mixer)
 
     def embedding(self, vocab_size: int, table: str = "") -> EmbeddingSpec:
         """Token embedding; `table` names the stack to share weights with."""

@@ -163,8 +163,8 @@ def _apply_collective(function: type[torch.autograd.Function], x: Tensor, group:
 
 def check_context_parallel(spec: ModelSpec) -> None:
     """Raise SpecError for models of images or speech, whose rows become tokens only in the embedding, and for GRUs."""
-    if spec.has_recurrence:
-        fact = f"{spec.name} has a recurrence, whose state needs the tokens in order on one rank"
+    if spec.has_mixer:
+        fact = f"{spec.name} has a recurrence or convolution, whose state needs the tokens in order on one rank"
         raise SpecError(f"{fact}; use data= or tensor= instead of context=")
     for stack in spec.stacks:
         if stack.embedding and stack.embedding.patches:

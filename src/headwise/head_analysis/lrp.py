@@ -274,8 +274,8 @@ class LayerwiseRelevance(ImportanceMethod):
             for layer, block in enumerate(stack.layers):
                 if isinstance(block.feed, ExpertsSpec):
                     return f"{stack.name}.{layer} is a mixture of experts, which it does not support"
-                if block.recurrent is not None:
-                    return f"{stack.name}.{layer} has a recurrence, which it does not support"
+                if block.mixer is not None:
+                    return f"{stack.name}.{layer} has a {block.mixer.text}, which it does not support"
                 if block.form == "merged":
                     return f"{stack.name}.{layer} merges two attentions, which it does not support"
         return ""

@@ -455,8 +455,10 @@ def _run_layer_variant(recorded: RecordedLayerCall, x: Tensor, variant: ForwardV
     for name in layer.sublayers:
         if name == "feed" and variant.feed == "without":
             continue
-        if name == "recurrent":
-            raise ValueError(f"cannot run a variant: {layer.name} has a recurrence, which is not supported")
+        if name == "mixer":
+            raise ValueError(
+                f"cannot run a variant: {layer.name} has a recurrence or convolution, which is not supported"
+            )
         if name in layer.constant_sublayers:
             raise ValueError(f"cannot run a variant: {layer.name}.{name} was pruned and is a constant")
         norm: nn.Module = layer.get_submodule(f"{name}_norm") if with_norms else nn.Identity()

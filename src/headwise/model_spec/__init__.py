@@ -2,8 +2,8 @@
 
 In reading order:
 
-- `components`: embeddings, norms, feed-forwards, experts, recurrences and output heads, each with its weights;
-  processing of inputs
+- `components`: embeddings, norms, feed-forwards, experts and output heads, each with its weights; processing of inputs
+- `mixers`: recurrences and convolutions
 - `quantization`: the number formats of quantised checkpoints, and which matrices have them
 - `model`: `BlockSpec`, `StackSpec` and `ModelSpec` combine attention specs and components
 - `weight_table`: a table of every tensor with its axes, shape and size
@@ -20,9 +20,9 @@ from .components import (
     PatchSpec,
     PositionSpec,
     ProcessorSpec,
-    RecurrentSpec,
     WeightSpec,
 )
+from .mixers import ConvolutionSpec, RecurrentSpec, SequenceMixerSpec
 from .model import (
     MODEL_KINDS,
     ApproximateAttention,
@@ -42,6 +42,7 @@ __all__ = [
     "WEIGHT_FORMATS",
     "ApproximateAttention",
     "BlockSpec",
+    "ConvolutionSpec",
     "EmbeddingSpec",
     "ExpertsSpec",
     "FeedForwardSpec",
@@ -51,6 +52,7 @@ __all__ = [
     "PatchSpec",
     "QuantizationSpec",
     "RecurrentSpec",
+    "SequenceMixerSpec",
     "UnsupportedPart",
     "WeightFormat",
     "attention_weights",

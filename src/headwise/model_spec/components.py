@@ -103,7 +103,7 @@ class ProcessorSpec:
 class WeightSpec:
     """A tensor of a model: its full name, its axes and their sizes, and its role.
 
-    `role` is one of "embedding", "recurrent", "attention", "cross", "feed", "norm" and "head". `trainable` is False for
+    `role` is one of "embedding", "mixer", "attention", "cross", "feed", "norm" and "head". `trainable` is False for
     tensors that are saved but never trained. `tied_to` is a name under which layers of one stack share the tensor, or
     empty.
 
@@ -234,34 +234,6 @@ class FeedForwardSpec(SpecNode):
     def active_params(self, width: int, num_tokens: int) -> int:
         """Return how many parameters `num_tokens` tokens use: all of them."""
         return sum(w.numel for w in self.weights(width))
-
-
-@dataclass(frozen=True, repr=False)
-class RecurrentSpec(SpecNode):
-    """A gated recurrent unit over the tokens, in order, as wide as the model (1406.1078; gates as in `torch.nn.GRU`).
-
-    initial="zeros": the state before the first token is 0; "source": tanh(W s + b) of the encoder's state s after its
-    last token, the vector of fixed length of an encoder-decoder without attention.
-
-    >>> [(w.name, w.shape) for w in RecurrentSpec().weights(5)][:2]
-    [('input', (15, 5)), ('input_bias', (15,))]
-    """
-
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"initial": ("zeros", "source")}
-    initial: str = "zeros"
-
-    def weights(self, width: int) -> Iterator[WeightSpec]:
-        """Yield the weights at this model width; rows of a matrix are those of the reset, update and new gate."""
-        for name in ("input", "state"):
-            yield make_weight(name, "gates model", gates=3 * width, model=width)
-            yield make_weight(f"{name}_bias", "gates", gates=3 * width)
-        if self.initial == "source":
-            yield make_weight("start", "hidden model", hidden=width, model=width)
-            yield make_weight("start_bias", "hidden", hidden=width)
-
-    def matmul_weights(self, width: int) -> Iterator[WeightSpec]:
-        """Yield the matrices that each token is multiplied with; that of the first state is used once a sequence."""
-        yield from (w for w in self.weights(width) if w.name in ("input", "state"))
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,12 +17,12 @@ from .components import (
     FeedForwardSpec,
     NormSpec,
     OutputHeadSpec,
-    RecurrentSpec,
     SpecNode,
     WeightSpec,
     add_prefix,
     make_weight,
 )
+from .mixers import ConvolutionSpec, RecurrentSpec
 from .quantization import QuantizationSpec
 
 MAX_LAYERS = 10_000  # more than any model has; a larger number is a typing error, and every layer would be listed
@@ -59,7 +59,9 @@ class ApproximateAttention(SpecNode):
 
 @dataclass(frozen=True, repr=False)
 class BlockSpec(SpecNode):
-    """One layer: recurrence, attention, cross-attention, feed-forward, in this order, each with a residual connection.
+    """One layer: mixer, attention, cross-attention, feed-forward, in this order, each with a residual connection.
+
+    `mixer` is a recurrence or convolution over the tokens, which usually replaces the self-attention.
 
     placement="pre": x + f(norm(x)); "post": norm(x + f(x)); "after": x + norm(f(x)), as OLMo 2; "sandwich":
     x + norm(f(norm(x))), as Gemma 2; "parallel": x + attention(norm(x)) + feed(norm(x)), one norm for both, as GPT-J;
@@ -82,7 +84,7 @@ class BlockSpec(SpecNode):
     form: str = "plain"
     scale: float = 1.0
     constant_sublayers: tuple[str, ...] = ()
-    recurrent: RecurrentSpec | None = None
+    mixer: RecurrentSpec | ConvolutionSpec | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,7 +101,7 @@ class BlockSpec(SpecNode):
     @property
     def starts_from_source(self) -> bool:
         """Whether its recurrence starts from the last state of an encoder."""
-        return self.recurrent is not None and self.recurrent.initial == "source"
+        return self.mixer is not None and self.mixer.starts_from_source
 
     @property
     def sublayer_names(self) -> tuple[str, ...]:
@@ -107,7 +109,7 @@ class BlockSpec(SpecNode):
         present = [
             name for name in ATTENTION_SUBLAYERS if name in self.attention_specs or name in self.constant_sublayers
         ]
-        return (*(["recurrent"] if self.recurrent else []), *present, *(["feed"] if self.feed else []))
+        return (*(["mixer"] if self.mixer else []), *present, *(["feed"] if self.feed else []))
 
     @property
     def attention_specs(self) -> dict[str, AttentionSpec]:
@@ -134,7 +136,7 @@ class BlockSpec(SpecNode):
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
         """Yield every tensor of the block at this model width, by its name inside the block."""
-        yield from add_prefix("recurrent", "recurrent", self.recurrent.weights(width)) if self.recurrent else ()
+        yield from add_prefix("mixer", "mixer", self.mixer.weights(width)) if self.mixer else ()
         for name, spec in self.attention_specs.items():
             yield from add_prefix(name, name, attention_weights(spec))
         if isinstance(self.attention, ApproximateAttention):
@@ -298,7 +300,7 @@ def _repeats(items: Sequence[Item], start: int, period: int) -> int:
 # --- Whole models --------------------------------------------------------------------------------------
 
 MODEL_KINDS = ("decoder", "encoder", "encoder-decoder", "vision")
-WEIGHT_ROLES = frozenset({"embedding", "recurrent", "attention", "cross", "feed", "norm", "head"})
+WEIGHT_ROLES = frozenset({"embedding", "mixer", "attention", "cross", "feed", "norm", "head"})
 
 
 @dataclass(frozen=True, repr=False)
@@ -442,9 +444,15 @@ class ModelSpec(SpecNode):
                 yield from ((f"{stack.name}.{depth}.{name}", spec) for name, spec in block.attention_specs.items())
 
     @property
-    def has_recurrence(self) -> bool:
-        """Whether a layer is recurrent, so that each row must hold one text."""
-        return any(block.recurrent for stack in self.stacks for run in stack.runs for block in run.blocks)
+    def num_state_values(self) -> int:
+        """Values that decoding keeps of each row for the recurrences and convolutions of the last stack."""
+        stack = self.stacks[-1]
+        return sum(block.mixer.state_vectors * stack.model for block in stack.layers if block.mixer)
+
+    @property
+    def has_mixer(self) -> bool:
+        """Whether a layer is a recurrence or a convolution, so that each row must hold one text."""
+        return any(block.mixer for stack in self.stacks for run in stack.runs for block in run.blocks)
 
     def approximation_reasons(self) -> dict[str, str]:
         """Return the names of attentions that no spec describes exactly, each with the reason."""

@@ -121,7 +121,7 @@ def group_layers(stack: StackSpec, places: RowsByPlace) -> list[RepeatedLayers]:
 
 def _describe_block(block: BlockSpec) -> str:
     """Describe a layer in one line."""
-    phrases = ["gated recurrence"] if block.recurrent else []
+    phrases = [block.mixer.text] if block.mixer else []
     phrases += [f"{name} {_describe_heads(spec)}" for name, spec in block.attention_specs.items()]
     if isinstance(block.attention, ApproximateAttention):
         phrases.append(f"approximately: {block.attention.reason}")

@@ -21,7 +21,7 @@ from ..ops.counter_rng import dropout
 from ..spec.attention_spec import AttentionSpec
 from .embeddings_heads import EmbeddingLayer, TokenTypeInput
 from .feed_forward import FeedForward, MixtureOfExperts, NormLayer
-from .recurrence import GatedRecurrence
+from .sequence_mixers import make_mixer
 
 # The first layer's copy of each weight that the layers of a stack share, by (role and name, shape).
 SharedWeightOwners = dict[tuple[str, tuple[int, ...]], PartWeights]
@@ -51,7 +51,7 @@ class LayerInputs(NamedTuple):
 
 
 class TransformerLayer(nn.Module):
-    """Adds recurrence, attention, cross-attention, feed-forward to x, with norms where the `BlockSpec` places them."""
+    """Adds mixer, attention, cross-attention, feed-forward to x, with norms where the `BlockSpec` places them."""
 
     def __init__(self, described: BlockSpec, name: str, width: int, dropout: float, owners: SharedWeightOwners) -> None:
         super().__init__()
@@ -65,8 +65,8 @@ class TransformerLayer(nn.Module):
             self._add_attention(role, spec, owners, described.form)
         for role in described.constant_sublayers:
             self.add_module(role, ConstantSublayer(width))
-        if described.recurrent:
-            self.recurrent = GatedRecurrence(described.recurrent, width)
+        if described.mixer:
+            self.mixer = make_mixer(described.mixer, width)
         if isinstance(described.feed, ExpertsSpec):
             self.feed = MixtureOfExperts(described.feed, width, dropout)
         elif described.feed:
@@ -93,8 +93,8 @@ class TransformerLayer(nn.Module):
         return {name: cast(Attention, self._modules[name]) for name in names}
 
     def cache(self, *, batch: int, capacity: int, storage_format: str | None = None) -> dict[str, TokenCache]:
-        """Return empty caches for the self-attention (in a merged layer, its averaging) and for the recurrence."""
-        caches: dict[str, TokenCache] = {"recurrent": self.recurrent.cache(batch)} if self.spec.recurrent else {}
+        """Return empty caches for the self-attention (in a merged layer, its averaging) and for the mixer."""
+        caches: dict[str, TokenCache] = {"mixer": self.mixer.cache(batch)} if self.spec.mixer else {}
         cacheable = {"cross": self.average} if self._merged else {"attention": self._modules.get("attention")}
         return caches | {
             name: attention.cache(batch=batch, capacity=capacity, storage_format=storage_format)
@@ -139,16 +139,16 @@ class TransformerLayer(nn.Module):
         """The output of one sublayer after scale and dropout; a constant sublayer gives its vector."""
         if name in self.constant_sublayers:
             return cast(ConstantSublayer, self._modules[name]).constant
-        if name == "recurrent":
-            y = self._recurrent_output(z, inputs)
+        if name == "mixer":
+            y = self._mixer_output(z, inputs)
         else:
             y = self.feed(z) if name == "feed" else self._attention_output(name, z, inputs)
         y = y if self.scale == 1 else y * self.scale
         return dropout(y, self.dropout, self.training)
 
-    def _recurrent_output(self, z: Tensor, inputs: LayerInputs) -> Tensor:
-        cache = inputs.caches and cast(HiddenStateCache, inputs.caches["recurrent"])
-        return self.recurrent(z, inputs.sequence, cache or None, inputs.source_state)
+    def _mixer_output(self, z: Tensor, inputs: LayerInputs) -> Tensor:
+        cache = inputs.caches and cast(HiddenStateCache, inputs.caches["mixer"])
+        return self.mixer(z, inputs.sequence, cache or None, inputs.source_state)
 
     def _attention_output(self, name: str, z: Tensor, inputs: LayerInputs) -> Tensor:
         attention = cast(Attention, self._modules[name])

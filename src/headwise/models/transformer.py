@@ -18,7 +18,7 @@ from ..model_spec import ModelSpec, ProcessorSpec
 from .block import LayerInputs, LayerStack
 from .embeddings_heads import OutputHead, TokenTypeInput
 from .initialisation import initialise_model
-from .recurrence import last_states
+from .sequence_mixers import last_states
 
 # --- Caches of a model ---------------------------------------------------------------------------------
 
@@ -271,7 +271,8 @@ class Transformer(nn.Module):
         ]
         if not any(layers):
             raise SpecError(
-                f"{self.spec.name} has no self-attention to cache, and no recurrence; call it without cache="
+                f"{self.spec.name} has no self-attention to cache, no recurrence and no convolution; call it "
+                "without cache="
             )
         return ModelCache(layers)
 

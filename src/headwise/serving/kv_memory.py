@@ -124,7 +124,9 @@ class KVMemory:
         self._cache_names = [[*layer] for layer in layers]
         caches = [cache for layer in layers for cache in layer.values() if isinstance(cache, KVCache)]
         if len(caches) < sum(map(len, layers)):
-            raise SpecError("the engine caches attention only, and this model has recurrent layers; use hw.generate")
+            raise SpecError(
+                "the engine caches attention only, and this model has recurrences or convolutions; use hw.generate"
+            )
         self._is_stateful = [cache.spec.is_recurrent for cache in caches]
         paged = [cache.spec for cache in caches if not cache.spec.is_recurrent]
         like, rows = caches[0], batching.rows

@@ -21,7 +21,7 @@ from ..head_analysis.head_classes import classify_heads
 from ..head_analysis.head_measurement import MeasureOptions, measure_heads
 from ..head_analysis.head_similarity import spread_of_sets
 from ..head_analysis.head_table import HeadTable, Measure
-from ..head_analysis.rank_analysis import effective_rank, measure_rank_collapse, score_stages
+from ..head_analysis.rank_analysis import MAX_QUERIES, effective_rank, measure_rank_collapse, score_stages
 from ..head_analysis.weight_bands import WeightBand
 from ..inspect.adapters.native_attention import HeadwiseCall
 from ..inspect.attention_sites import find_attention
@@ -116,7 +116,7 @@ class _CallHook:
         """Read the spread, rank and change of the scores, and the share of tokens for which each head is on."""
         if not isinstance(call, HeadwiseCall):
             return
-        stages, allowed = score_stages(call), call.allowed_pairs()
+        stages, allowed = score_stages(call), call.allowed_pairs(slice(0, MAX_QUERIES))
         if "scores" in stages:
             scores = stages["scores"]
             final = stages.get("mixed", scores)

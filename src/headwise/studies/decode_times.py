@@ -20,6 +20,7 @@ from ..model_spec import ModelSpec
 from ..models import Transformer, build
 from ..models.transformer import ModelCache
 from .cells import CellGrid
+from .variant_models import BYTES_PER_VALUE
 
 DECODE_FILE = "decoding.json"
 CONTEXTS = (64, 256, 1024, 4096)
@@ -79,6 +80,7 @@ def _measure_context(net: Transformer, ids: torch.Tensor) -> dict[str, Any]:
     seconds = [_time_call(net, ids[:, :1], cache) for _ in range(STEPS + 1)][1:]
     times = {"prompt": prompt, "step": statistics.median(seconds)}
     formula = sum(cache_bytes(spec, batch=1, capacity=capacity) for _, spec in net.spec.attention_specs())
+    formula += BYTES_PER_VALUE * net.spec.num_state_values
     return {"context": context, **times, "formula": formula, "held": cache.nbytes}
 
 

@@ -12,7 +12,7 @@ from ..costs import cache_bytes, count_parameters
 from ..costs.size_matching import SizeMatch, list_sizes, match_size
 from ..costs.workload import Workload
 from ..data import Batch, Task
-from ..data.synthetic_task import ModelShape, make_small_decoder, make_small_encoder, make_small_translator
+from ..data.synthetic_task import NETWORKS, ModelShape, make_small_decoder, make_small_encoder, make_small_translator
 from ..errors import SpecError
 from ..interfaces.modifiers import Modifier
 from ..model_spec import ModelSpec, StackSpec
@@ -26,6 +26,7 @@ from .study_file import Study, StudyTask, Variant
 DESIGN_OPTIONS = ("kv", "dim", "vdim", "bias", "pattern")  # passed to design; other options are fields of the spec
 
 
+BYTES_PER_VALUE = 4  # cells are trained in fp32
 FIXED_SIZES = ("model", "q")  # matching changes other sizes of a layer
 
 
@@ -68,17 +69,18 @@ def measure_size(spec: ModelSpec, batch: Batch) -> ModelSize:
         count_parameters(spec),
         sum(map(count_parameters, attention)),
         count_step_flops(spec, batch),
-        _kv_bytes(attention, batch),
+        _kv_bytes(spec, batch),
     )
 
 
-def _kv_bytes(specs: list[AttentionSpec], batch: Batch) -> int | None:
+def _kv_bytes(spec: ModelSpec, batch: Batch) -> int | None:
     """Bytes that decoding keeps for one row of this length; None if some layer is not causal, as in encoders."""
     length = batch.x.shape[1] if batch.x.dim() == 2 else 0
     if not length:
         return None
     try:
-        return sum(cache_bytes(spec, batch=1, capacity=length) for spec in specs)
+        attention = sum(cache_bytes(layer, batch=1, capacity=length) for _, layer in spec.attention_specs())
+        return attention + BYTES_PER_VALUE * spec.num_state_values
     except SpecError:
         return None
 
@@ -108,16 +110,17 @@ def resize_model(task: Task, changes: Mapping[str, Any]) -> ModelSpec:
     """The model of a task with another width, heads, layers, feed-forward width, positions or network.
 
     >>> from headwise.data import make_task
-    >>> [block.recurrent for block in resize_model(make_task("dates"), {"network": "gru-fixed"}).stacks[1].layers]
+    >>> [block.mixer for block in resize_model(make_task("dates"), {"network": "gru-fixed"}).stacks[1].layers]
     [RecurrentSpec(initial='source'), RecurrentSpec(initial='source')]
     """
     own = task.model()
     if not changes:
         return own
     shape = replace(read_shape(own), **changes)
-    if shape.network != "transformer" and own.kind != "encoder-decoder":
-        fact = f"network = {shape.network!r} has an encoder and a decoder, but the model of {own.name} is {own.kind}"
-        raise SpecError(f"{fact}; use it for a task such as dates or a parallel corpus")
+    if own.kind not in NETWORKS[shape.network]:
+        fitting = ", ".join(name for name, kinds in NETWORKS.items() if own.kind in kinds)
+        fact = f"network = {shape.network!r} is for models of kind {' or '.join(NETWORKS[shape.network])}"
+        raise SpecError(f"{fact}, but that of {own.name} is {own.kind}; use one of {fitting}")
     stack = own.stacks[-1]
     vocabulary = _vocabulary(stack)
     if own.kind == "encoder-decoder":

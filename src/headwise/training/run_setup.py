@@ -151,8 +151,8 @@ class TrainingSetup:
         first_batch = task.batch(0, recipe.batch, "train")
         check_batch(first_batch, spec, "batch 0")
         check_partition(spec, world.parallelism)
-        if spec.has_recurrence and recipe.rows == "packed":
-            fact = f"{spec.name} has a recurrence, which needs a row for each text"
+        if spec.has_mixer and recipe.rows == "packed":
+            fact = f"{spec.name} has a recurrence or convolution, which needs a row for each text"
             raise SpecError(f"rows='packed' is not possible: {fact}; use rows='padded'")
         check_ranks(recipe, world)
         check_samples(recipe, spec, task.usage)
@@ -212,7 +212,7 @@ class TrainingSetup:
     def _trial_recipe(self) -> Recipe:
         """The recipe for trial steps, without compilation and packing if the ranks or the model exclude them."""
         recipe = replace(self.recipe, compile="off") if _has_layer_collectives(self.ranks.parallelism) else self.recipe
-        one_text_per_row = self.ranks.parallelism.context > 1 or self.model_spec.has_recurrence
+        one_text_per_row = self.ranks.parallelism.context > 1 or self.model_spec.has_mixer
         return replace(recipe, rows="padded") if one_text_per_row else recipe
 
     def _make_model(self) -> Transformer:

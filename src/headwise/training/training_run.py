@@ -230,8 +230,8 @@ def _layer_flops(stack: StackSpec, rows: int, length: int, source: int) -> Itera
             cross_size = CallSize(rows, length, source, source)
             work = cross_size if name == "cross" else costs.self_attention_work(spec, batch=rows, queries=length)
             yield costs.required_flops(spec, work)
-        if block.recurrent is not None:
-            yield 2 * rows * length * sum(w.numel for w in block.recurrent.matmul_weights(stack.model))
+        if block.mixer is not None:
+            yield 2 * rows * length * sum(w.numel for w in block.mixer.matmul_weights(stack.model))
             yield 2 * rows * stack.model**2 * block.starts_from_source
         if block.feed is not None:
             yield 2 * rows * length * _active_parameters(block.feed, stack.model)

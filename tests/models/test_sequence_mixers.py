@@ -1,4 +1,4 @@
-"""Recurrent encoder-decoders: torch.nn.GRU, a rendering of the whole model in float64, decoding, costs, refusals."""
+"""Recurrences and convolutions: torch.nn.GRU and Conv1d, a whole model in float64, decoding, costs, refusals."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from headwise import cli, costs, model_spec as bp
 from headwise.costs.cost_report import estimate_cost
 from headwise.costs.training_memory import recompute_flops
 from headwise.data import Batch, make_task
-from headwise.data.synthetic_task import ModelShape, make_small_translator
+from headwise.data.synthetic_task import ModelShape, make_small_decoder, make_small_translator
 from headwise.distributed.parallel_attention import check_context_parallel
 from headwise.head_analysis.head_importance import IMPORTANCE_METHODS
-from headwise.models.recurrence import GatedRecurrence
+from headwise.models.sequence_mixers import CausalConvolution, GatedRecurrence
 from headwise.studies.variant_models import resize_model
 from headwise.training.training_run import count_step_flops
 from support.saved_bytes import BATCH, SOURCE, TOKENS, backend_profile, model_saved_bytes
 
 WIDTH, HEADS, VOCAB, T, S = 12, 3, 23, 5, 7
 GRUS = ("gru-fixed", "gru-additive", "gru-dot")
+DECODERS = ("gru", "conv", "conv-dilated")
 
 
 def described(network: str, layers: int = 2, feed: int = 0) -> bp.ModelSpec:
@@ -89,12 +90,12 @@ def rendered(net: hw.Transformer, source: Tensor, x: Tensor) -> Tensor:
     table = weights["encoder.embedding.tokens"]
     h = table[source]
     for layer in range(2):
-        gru = torch_gru(weights, f"encoder.{layer}.recurrent")
-        h = h + gru(norm(f"encoder.{layer}.recurrent_norm", h)[None])[0][0].detach()
+        gru = torch_gru(weights, f"encoder.{layer}.mixer")
+        h = h + gru(norm(f"encoder.{layer}.mixer_norm", h)[None])[0][0].detach()
     memory = norm("encoder.norm", h)
     y = table[x]
     for layer in range(2):
-        name = f"decoder.{layer}.recurrent"
+        name = f"decoder.{layer}.mixer"
         first = torch.tanh(memory[-1] @ weights[f"{name}.start"].T + weights[f"{name}.start_bias"])
         y = y + torch_gru(weights, name)(norm(f"{name}_norm", y)[None], first[None, None])[0][0].detach()
         if f"decoder.{layer}.cross.output.o" in weights:
@@ -204,12 +205,108 @@ def test_the_command_trains_and_continues_a_recurrent_translator(tmp_path: Path,
     line = ["train", "dates", "--model", "gru-dot", "--out", out, "--batch", "8", "--set", "recipe.precision=fp32"]
     assert cli.main([*line, "--steps", "2"]) == 0
     assert cli.main([*line[:-6], "--out", out + "2", "--set", "recipe.rows=packed"]) == 2
-    assert "has a recurrence, which needs a row for each text; use rows='padded'" in capsys.readouterr().err
+    assert (
+        "has a recurrence or convolution, which needs a row for each text; use rows='padded'" in capsys.readouterr().err
+    )
     assert cli.main([*line, "--steps", "3", "--resume"]) == 0
     assert "3 steps" in capsys.readouterr().out
     spec = hw.load(out).spec
     assert spec == resize_model(make_task("dates"), {"network": "gru-dot"})
     assert [name for name, _ in spec.attention_specs()] == ["decoder.0.cross", "decoder.1.cross"]
+
+
+# --- convolutions --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kernel", "dilation"), [(1, 1), (3, 1), (4, 3)])
+def test_a_convolution_and_its_gradients_are_those_of_torch(kernel: int, dilation: int):
+    torch.manual_seed(0)
+    layer = CausalConvolution(bp.ConvolutionSpec(kernel, dilation), WIDTH).double()
+    nn.init.normal_(layer.get_parameter("taps_bias"))
+    taps = layer.get_parameter("taps").detach().view(WIDTH, kernel, WIDTH).transpose(1, 2)
+    conv = nn.Conv1d(WIDTH, WIDTH, kernel, dilation=dilation).double()
+    conv.load_state_dict({"weight": taps, "bias": layer.get_parameter("taps_bias").detach()})
+    x = torch.randn(2, 11, WIDTH, dtype=torch.float64, requires_grad=True)
+    padded = F.pad(x.transpose(1, 2), ((kernel - 1) * dilation, 0))
+    output, expected = layer(x, hw.SequenceInfo.contiguous(0, 11, "cpu")), conv(padded).transpose(1, 2)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    own, theirs = (
+        torch.autograd.grad(y.square().sum(), [x, *weights], retain_graph=True)
+        for y, weights in ((output, layer.parameters()), (expected, conv.parameters()))
+    )
+    torch.testing.assert_close(own[0], theirs[0])
+    torch.testing.assert_close(own[1].view(WIDTH, kernel, WIDTH).transpose(1, 2), theirs[1])
+    torch.testing.assert_close(own[2], theirs[2])
+
+
+def built_decoder(network: str) -> hw.Transformer:
+    net = hw.build(make_small_decoder("small", VOCAB, ModelShape(WIDTH, HEADS, 2, 10, network=network)), seed=0)
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.4, generator=torch.Generator().manual_seed(parameter.numel()))
+    return net.double()
+
+
+@pytest.mark.parametrize("pad", ["left", "right"])
+@pytest.mark.parametrize("network", DECODERS)
+def test_cached_steps_of_padded_rows_give_the_outputs_of_each_row_alone(network: str, pad: str):
+    net, count, lengths = built_decoder(network), 23, (23, 19, 2)
+    x = torch.randint(VOCAB, (3, count))
+    sequence = hw.SequenceInfo.from_batch(x, lengths=lengths, pad=pad)
+    cache, parts = net.cache(batch=3, capacity=count), list[Tensor]()
+    for begin, end in ((0, 8), (8, 9), (9, 20), (20, count)):
+        own = hw.SequenceInfo(sequence.position[:, begin:end], sequence.segment[:, begin:end])
+        parts.append(net(x[:, begin:end], sequence=own, cache=cache))
+    whole = net(x, sequence=sequence)
+    for row, length in enumerate(lengths):
+        own = slice(length) if pad == "right" else slice(-length, None)
+        expected = net(x[row : row + 1, own])[0]
+        torch.testing.assert_close(whole[row, own], expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(torch.cat(parts, 1)[row, own], expected, rtol=1e-10, atol=1e-10)
+    states = {"gru": 2, "conv": 2 * 3, "conv-dilated": 3 + 12}  # vectors of the model width in both layers
+    assert cache.nbytes == states[network] * 3 * WIDTH * 8 == net.spec.num_state_values * 3 * 8
+    cache.rows(torch.tensor([2, 0]))
+    new = net(torch.tensor([[5], [5]]), cache=cache)
+    alone = net(torch.cat([x[2, :2] if pad == "right" else x[2, -2:], torch.tensor([5])])[None])
+    torch.testing.assert_close(new[0, -1], alone[0, -1], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("network", DECODERS)
+def test_decoders_without_attention_count_and_generate(network: str, tmp_path: Path):
+    net = built_decoder(network).float()
+    spec, x = net.spec, torch.randint(VOCAB, (BATCH, TOKENS))
+    assert costs.count_parameters(spec) == sum(parameter.numel() for parameter in net.parameters())
+    with FlopCounterMode(display=False) as counted:
+        net(x)
+    assert count_step_flops(spec, Batch(x, x)) == 3 * counted.get_total_flops()
+    load = hw.Workload(BATCH, TOKENS, "fp32", "cpu")
+    assert estimate_cost(spec, load).counted_flops["prefill"] == counted.get_total_flops()
+    way = hw.ActivationSettings("dense")
+    assert hw.activation_memory(spec, load, way).total == model_saved_bytes(spec, torch.float32, way)
+    prompt, ids = torch.tensor([[1, 7, 3]]), torch.tensor([[1, 7, 3]])
+    for _ in range(9):
+        ids = torch.cat([ids, net(ids)[:, -1:].argmax(-1)], 1)
+    assert hw.greedy_decode(net, prompt, max_new_tokens=9) == [ids[0, 3:].tolist()]
+    hw.save(net, tmp_path / network)
+    assert torch.equal(hw.load(tmp_path / network)(x), net.eval()(x))
+
+
+@pytest.mark.parametrize(("placement", "feed"), [("pre", 0), ("pre", 10), ("post", 0)])
+def test_a_checkpointed_convolution_recomputes_its_product(placement: str, feed: int):
+    block = bp.BlockSpec(
+        mixer=bp.ConvolutionSpec(3), feed=bp.FeedForwardSpec(feed) if feed else None, placement=placement
+    )
+    stack = bp.StackSpec.from_blocks("decoder", WIDTH, [block] * 2, embedding=bp.EmbeddingSpec(VOCAB))
+    spec, totals = bp.ModelSpec("small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", VOCAB),)), {}
+    for checkpointing in ("none", "block"):
+        net = hw.build(spec, seed=0).train()
+        net.checkpointing = checkpointing
+        with FlopCounterMode(display=False) as counted:
+            net(torch.randint(VOCAB, (BATCH, TOKENS))).sum().backward()
+        totals[checkpointing] = counted.get_total_flops()
+    done = recompute_flops(
+        spec, hw.Workload(BATCH, TOKENS, "fp32", "cpu"), hw.ActivationSettings("dense", "block")
+    ).total
+    assert done == totals["block"] - totals["none"]
 
 
 # --- what is refused -----------------------------------------------------------------------------------
@@ -218,14 +315,14 @@ def test_the_command_trains_and_continues_a_recurrent_translator(tmp_path: Path,
 def test_packed_rows_and_a_missing_source_are_refused():
     net, x = built("gru-fixed"), torch.randint(VOCAB, (1, T))
     source = torch.randint(VOCAB, (1, S))
-    with pytest.raises(ValueError, match="cannot separate packed texts; pad them instead"):
+    with pytest.raises(ValueError, match="cannot separate packed texts; pad them"):
         net(x, sequence=hw.SequenceInfo.packed([[2, 3]]), source=source)
     with pytest.raises(ValueError, match="has an encoder, which needs an input"):
         net(x)
 
 
 def test_a_first_state_needs_an_encoder_of_the_same_width():
-    block = bp.BlockSpec(recurrent=bp.RecurrentSpec("source"))
+    block = bp.BlockSpec(mixer=bp.RecurrentSpec("source"))
     stack = bp.StackSpec.from_blocks("decoder", WIDTH, [block], embedding=bp.EmbeddingSpec(VOCAB))
     with pytest.raises(hw.SpecError, match="decoder starts from the state of an encoder; give initial='zeros'"):
         bp.ModelSpec("small", "decoder", (stack,))
@@ -234,8 +331,13 @@ def test_a_first_state_needs_an_encoder_of_the_same_width():
 @pytest.mark.parametrize(
     ("task", "changes", "message"),
     [
-        ("copy", {"network": "gru-dot"}, "has an encoder and a decoder, but the model of copy is decoder"),
-        ("dates", {"network": "gru"}, "network = 'gru' is unknown; did you mean 'gru-"),
+        (
+            "copy",
+            {"network": "gru-dot"},
+            "is for models of kind encoder-decoder, but that of copy is decoder; use one of tr",
+        ),
+        ("dates", {"network": "conv"}, "is for models of kind decoder, but that of dates is encoder-decoder"),
+        ("dates", {"network": "grus"}, "network = 'grus' is unknown; did you mean 'gru"),
         ("dates", {"positions": "learned"}, "positions = 'learned' is unknown; use"),
     ],
 )
@@ -246,7 +348,7 @@ def test_networks_that_do_not_fit_a_task_are_refused(task: str, changes: dict[st
 
 @pytest.mark.parametrize("network", GRUS)
 def test_the_engine_refuses_recurrent_layers(network: str):
-    with pytest.raises(hw.SpecError, match="this model has recurrent layers"):
+    with pytest.raises(hw.SpecError, match="this model has recurrences or convolutions"):
         hw.Engine(built(network), budget=2**24)
 
 
@@ -255,4 +357,4 @@ def test_analyses_of_the_residual_stream_and_context_parallelism_are_refused():
     with pytest.raises(hw.SpecError, match="whose state needs the tokens in order on one rank"):
         check_context_parallel(spec)
     reason = IMPORTANCE_METHODS["lrp"].unsupported_reason(hw.build(spec))
-    assert reason == "encoder.0 has a recurrence, which it does not support"
+    assert reason == "encoder.0 has a gated recurrence, which it does not support"
