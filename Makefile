@@ -78,7 +78,7 @@ docs: $(STAMP)  ## update the generated parts of the READMEs and docs/
 site: $(STAMP)  ## build the documentation site into build/site; warnings are errors
 	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -c constraints-site.txt -e '.[site]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
-	@echo "the site is built: build/site/index.html"
+	@echo "the site is built: build/site/index.html; search needs a server: python3 -m http.server -d build/site"
 
 format: $(STAMP)  ## format and fix with ruff
 	@$(BIN)/ruff check --fix .

@@ -48,7 +48,8 @@ def ran(page: Path) -> Iterator[ModuleType]:
     finally:
         for name in set(REGISTRY) - set(registered):
             del REGISTRY[name]
-            vars(hw).pop(name, None)
+            with contextlib.suppress(AttributeError):
+                delattr(hw, name)
         del sys.modules[module.__name__]
 
 

@@ -424,6 +424,15 @@ def test_ctrl_c_while_the_hidden_folder_is_deleted_leaves_none(tmp_path: Path, m
     assert os.listdir(tmp_path) == ["new"]
 
 
+def test_a_folder_is_replaced_on_a_mac_whose_library_cannot_swap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """renamex_np is missing in the C library of Linux, as on file systems that cannot swap."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    for text in "12":
+        with stage_folder(tmp_path / "new", REPORT, "overwrite") as folder:
+            (folder / "a").write_text(text)
+    assert snapshot(tmp_path) == {"new": None, "new/a": b"2"}
+
+
 def test_a_folder_that_others_fill_meanwhile_is_theirs(tmp_path: Path):
 
     def write() -> None:

@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.kernels import PagedDecodeOptions, attend_paged
+from headwise.kernels import PagedDecodeOptions, attend_paged, launch
 from headwise.kernels.compilation import NO_CACHE_WARNING, STATE, CompilationState, compile_when_called
 from headwise.kernels.flash_attention import FLASH_ATTENTION_KERNELS, attend_key_ranges
 from headwise.kernels.launch import KernelSet
@@ -186,6 +187,7 @@ assert HEAD_MIXING_KERNELS.is_usable(torch.float32) and STATE.failed
 NO_CACHE = f"""
 import os, sys, tempfile, warnings
 from pathlib import Path
+from types import SimpleNamespace
 os.environ["HEADWISE_KERNELS"] = "auto"
 import torch
 from headwise.kernels.compilation import STATE
@@ -358,3 +360,11 @@ def test_each_task_names_one_set_of_kernels():
     tasks = [kernels.task_name(dtype) for kernels in find_kernel_sets() for dtype in kernels.dtypes]
     assert len(set(tasks)) == len(tasks) > 15
     assert all(isinstance(kernels, KernelSet) for kernels in find_kernel_sets())
+
+
+def test_without_the_openmp_runtime_kernels_run_in_one_thread(monkeypatch: pytest.MonkeyPatch):
+    """As in builds of torch for macOS, whose runtime has no GOMP_parallel."""
+    addresses: list[int] = []
+    monkeypatch.setattr(launch, "OPENMP_RUNTIME", None)
+    launch.run_in_threads(SimpleNamespace(ctypes=addresses.append), 7, 4)
+    assert (addresses, launch.max_threads(), launch.num_threads_for(100)) == ([7], 1, 1)

@@ -178,6 +178,17 @@ def test_without_a_display_no_browser_is_opened(monkeypatch: pytest.MonkeyPatch)
     assert view.has_browser()
 
 
+def test_a_mac_without_a_browser_shows_the_address_only(monkeypatch: pytest.MonkeyPatch):
+    def refuse() -> None:
+        raise view.webbrowser.Error("could not locate runnable browser")
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(view.webbrowser, "get", refuse)
+    monkeypatch.setattr(view.webbrowser, "open", lambda _: pytest.fail("a browser was opened"))
+    assert not view.has_browser()
+    view._open_when_ready("127.0.0.1", 1, "address")
+
+
 def test_the_browser_opens_when_the_server_answers(monkeypatch: pytest.MonkeyPatch):
     import socket
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import models
 from ..data.tokenizer_calls import parse_tokenizer
 from ..errors import SpecError
-from ..families import describe_checkpoint, get_weight_names, read_model_spec as described_by, write_config
+from ..families import FAMILIES, describe_checkpoint, get_weight_names, read_model_spec as described_by, write_config
 from ..families.weight_names import CheckpointPlan
 from ..files import sha256, write_atomically
 from ..inspect.attention_sites import compiled_part_reason, unhookable_reason, unprunable_reason
@@ -27,7 +27,7 @@ from ..models import Transformer
 from ..output_paths import FolderKind, stage_folder
 from . import llama2c
 from .checkpoint_weights import DTYPES, INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder, TensorInfo, build_from_weights
-from .tokenizer_files import CONFIG_FILE, TOKENIZER_CONFIG_FILES, read_processor
+from .tokenizer_files import CONFIG_FILE, TOKENIZER_CONFIG_FILES, read_json, read_processor
 from .transformers_loading import check_folder, load_model
 
 # --- Import --------------------------------------------------------------------------------------------
@@ -138,9 +138,19 @@ def load_original(path: Path | str) -> nn.Module:
         return load(folder)
     if not (folder / CONFIG_FILE).is_file():
         raise SpecError(f"{str(path)!r} is no folder of a model; give one with {MANIFEST_FILE} or {CONFIG_FILE}")
-    if find_spec("transformers") is None:
+    return _load_without_transformers(folder) if find_spec("transformers") is None else _load_with_transformers(folder)
+
+
+def _load_without_transformers(folder: Path) -> nn.Module:
+    """Load a folder as a headwise model; for a family that headwise lacks, the error names the package to install."""
+    try:
         return load(folder)
-    return _load_with_transformers(folder)
+    except SpecError:
+        model_type = read_json(folder / CONFIG_FILE).get("model_type")
+        if model_type is None or str(model_type) in FAMILIES:
+            raise
+        fact = f"{folder} has the model_type {str(model_type)[:60]!r}, for which transformers is needed"
+        raise SpecError(f"{fact}; pip install 'headwise[hf]'") from None
 
 
 def _load_with_transformers(folder: Path) -> nn.Module:
