@@ -129,6 +129,41 @@ def test_a_constraint_chooses_among_the_allowed_tokens_by_their_logits():
     assert text.encode() == bytes(ids[3:])
 
 
+def log_probability(net: hw.Transformer, prompt: str, text: str) -> float:
+    """Of the bytes of a text after a prompt, without renormalisation."""
+    ids = list((prompt + text).encode())
+    with torch.no_grad():
+        log_probs = net(torch.tensor([ids])).double().log_softmax(-1)[0]
+    return sum(float(log_probs[n - 1, ids[n]]) for n in range(len(prompt), len(ids)))
+
+
+@pytest.mark.parametrize("beams", [2, 9])
+def test_beams_find_the_best_outputs_that_a_constraint_allows(beams: int):
+    """With as many beams as allowed texts, the best ones of all of them, in the order of their mean log-probability."""
+    net, prompts = make_net(ByteVocabulary().document), ["the", "of"]
+    texts = [*(first + second for first in "abc" for second in "xy"), "q", "qaz"]
+    config = hw.DecodingConfig(regex="[abc][xy]|q(az)?", beams=beams, best=2)
+    for prompt, found in zip(prompts, hw.generate(net, prompts, max_new_tokens=5, config=config), strict=True):
+        scores = {text: log_probability(net, prompt, text) / len(text) for text in texts if text != "q"}
+        best = sorted(scores, key=lambda text: -scores[text])
+        assert set(found) <= set(texts)
+        if beams == 9:  # "q" alone does not end, because "az" may follow and the model has no end token
+            assert found == best[:2]
+
+
+def test_beams_satisfy_a_schema_and_report_dead_ends():
+    net = make_net(byte_level_document())
+    schema = json.dumps({"enum": ["one", "two", "three"]})
+    config = hw.DecodingConfig(json_schema=schema, beams=3, best=3)
+    assert sorted(map(json.loads, hw.generate(net, "the", max_new_tokens=30, config=config))) == ["one", "three", "two"]
+    sampled = hw.generate(net, "the", max_new_tokens=30, temperature=1.0, config=config, seed=2)
+    assert {json.loads(text) for text in sampled} <= {"one", "two", "three"}
+    with pytest.raises(ConstraintError, match="cannot continue '' as the constraint asks"):
+        hw.generate(
+            make_net(character_document()), "the", max_new_tokens=9, config=hw.DecodingConfig(regex="ab☃", beams=2)
+        )
+
+
 def test_the_end_token_is_allowed_only_where_the_output_may_end():
     document = byte_level_document()
     end = ModelTokenizer(document).id("<end>")
@@ -180,7 +215,6 @@ def test_a_request_that_no_token_can_continue_fails_alone():
         ({"json_schema": "{"}, "json_schema='{' is not a JSON object"),
         ({"json_schema": {"type": "object"}}, r"json_schema must be a text, .* write json.dumps\(schema\)"),
         ({"regex": "a", "json_schema": "{}"}, "regex and json_schema exclude each other"),
-        ({"regex": "a", "beams": 2}, r"beam search does not support regex \(beams=2\)"),
     ],
 )
 def test_constraints_that_cannot_be_met_are_refused(options: dict, message: str):

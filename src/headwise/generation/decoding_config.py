@@ -129,9 +129,6 @@ def check_decoding(config: DecodingConfig, temperature: float, vocab_size: int) 
         raise SpecError(f"config must be a DecodingConfig, got {config!r}; give DecodingConfig(top_p=0.9), for example")
     if not (_is_number(temperature) and temperature >= 0):
         raise SpecError(f"temperature must be a finite number >= 0, got {temperature!r}; give 0 for no sampling")
-    if config.beams > 1 and config.is_constrained:
-        name = "regex" if config.regex is not None else "json_schema"
-        raise SpecError(f"beam search does not support {name} (beams={config.beams}); give beams=1")
     if config.beams > vocab_size:
         fact = f"beams={config.beams} is more than the {vocab_size} tokens of the vocabulary"
         raise SpecError(f"{fact}; give at most beams={vocab_size}")

@@ -77,6 +77,7 @@ def _check_greedy_inputs(net: Transformer, prompt: Tensor, count: int, tokens: S
 # --- Beam search ---------------------------------------------------------------------------------------
 
 IsFinished = Callable[[Sequence[int]], bool]  # whether an output with these ids has ended
+AllowedTokens = Callable[[Sequence[int]], Tensor]  # which ids may follow these, as booleans
 
 
 class BeamHypothesis(NamedTuple):
@@ -110,13 +111,15 @@ class BeamSearch:
             + log_probs.double().cpu()
         )
         num_ranked = max(2, 1 + len(self.ends)) * self.how.beams
+        if self.how.is_constrained and self.stream is None:
+            num_ranked = sums.numel()  # any token may complete the output, not the end ids alone
         values, places = self._choose_extensions(sums.flatten(), min(num_ranked, sums.numel()))
         before, self.active = self.active, []
         parents: list[int] = []
         for rank, (value, place) in enumerate(zip(values.tolist(), places.tolist(), strict=True)):
             parent, token_id = divmod(place, sums.shape[1])
             answer = BeamHypothesis(value, (*before[parent].ids, token_id))
-            if value == NEG_INF:
+            if value == NEG_INF or (rank >= self.how.beams and len(self.active) == self.how.beams):
                 break
             if len(answer.ids) == self.count or self.ended(answer.ids):
                 self._add_finished(answer, rank)
@@ -184,17 +187,22 @@ def run_beam_search(
     end_ids: frozenset[int],
     is_finished: IsFinished,
     sampling: BeamSampling | None = None,
+    allowed_tokens: AllowedTokens | None = None,
 ) -> list[list[BeamHypothesis]]:
     """Return the `best` finished hypotheses of each prompt, best first, with their end ids.
 
-    As in transformers, the repetition penalty, the temperature and the filters of sampling apply to log-probabilities,
-    which are not renormalised.
+    As in transformers, the repetition penalty, a constraint (`allowed_tokens`), the temperature and the filters of
+    sampling apply to log-probabilities, which are not renormalised.
     """
     streams: Sequence[RandomStream | None] = [None] * len(state.rows) if sampling is None else sampling.streams
     searches = [BeamSearch(config, state.count, end_ids, is_finished, stream) for stream in streams]
     while state.rows:
         logits = state.logits.to(torch.promote_types(state.logits.dtype, torch.float32))
         penalised = apply_repetition_penalty(logits.log_softmax(-1), state.texts, config.repetition)
+        if allowed_tokens is not None:
+            hypotheses = [answer for search in searches for answer in search.active]
+            allowed = torch.stack([allowed_tokens(answer.ids) for answer in hypotheses])
+            penalised = penalised.masked_fill(~allowed.to(penalised.device), NEG_INF)
         if sampling is not None:
             penalised = filter_logits(penalised / sampling.temperature, config)
         index, ids, at = list[int](), list[int](), 0

@@ -25,7 +25,7 @@ from .decoding_state import (
     sample_tokens,
 )
 from .decoding_strategies import BeamHypothesis, BeamSampling, run_beam_search
-from .output_constraint import OutputConstraint, constrain_logits, load_grammar
+from .output_constraint import ConstrainedBeams, OutputConstraint, constrain_logits, load_grammar
 from .prompts import PromptBatch, parse_prompts, prepare_decoder_input
 from .text_output import Completion, IncrementalDetokenizer, load_tokenizers
 
@@ -224,7 +224,14 @@ class TextGenerator:
             return ids[-1] in ends or (tokenizer is not None and any(stop in tokenizer.text(ids) for stop in stops))
 
         sampling = BeamSampling(self.temperature, streams) if self.temperature else None
-        hypotheses = run_beam_search(state, self.how, ends, is_finished, sampling)
+        if not self.how.is_constrained:
+            hypotheses = run_beam_search(state, self.how, ends, is_finished, sampling)
+        else:
+            beams = ConstrainedBeams(load_grammar(load_tokenizers(self.net)[1], self.how), ends, state.logits.shape[-1])
+            hypotheses = run_beam_search(
+                state, self.how, ends, lambda ids: is_finished(ids) or beams.is_complete(ids), sampling, beams.allowed
+            )
+            beams.check_found(hypotheses)
         return [
             [self._beam_output(hypothesis, prompts.kind, row) for hypothesis in best]
             for best, row in zip(hypotheses, prompts.rows, strict=True)

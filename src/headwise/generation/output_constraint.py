@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -97,6 +97,38 @@ def load_grammar(tokenizer: ModelTokenizer, config: DecodingConfig) -> OutputGra
     if tokenizer not in _GRAMMARS or _GRAMMARS[tokenizer][0] != key:
         _GRAMMARS[tokenizer] = key, OutputGrammar(tokenizer, config)
     return _GRAMMARS[tokenizer][1]
+
+
+class ConstrainedBeams:
+    """The constraint of all hypotheses of a beam search, which are told apart by their ids."""
+
+    def __init__(self, grammar: OutputGrammar, end_ids: Collection[int], vocab_size: int) -> None:
+        self._grammar, self._end_ids, self._vocab_size = grammar, end_ids, vocab_size
+        self._error: ConstraintError | None = None
+
+    def allowed(self, ids: Sequence[int]) -> Tensor:
+        """Which ids may follow these, as booleans; none if no token can, which ends the hypothesis."""
+        try:
+            return self._state_after(ids).allowed_tokens(self._end_ids, self._vocab_size)
+        except ConstraintError as error:
+            self._error = error
+            return torch.zeros(self._vocab_size, dtype=torch.bool)
+
+    def is_complete(self, ids: Sequence[int]) -> bool:
+        """Whether these ids satisfy the constraint and nothing can follow."""
+        return self._state_after(ids).is_complete
+
+    def check_found(self, hypotheses: Iterable[Sequence[object]]) -> None:
+        """Raise the reason why hypotheses ended if a prompt has no output."""
+        if self._error is not None and not all(hypotheses):
+            raise self._error
+
+    def _state_after(self, ids: Sequence[int]) -> OutputConstraint:
+        state = OutputConstraint(self._grammar)
+        for token_id in ids:
+            if token_id not in self._end_ids:
+                state.take(token_id)
+        return state
 
 
 def constrain_logits(logits: Tensor, outputs: Sequence[Completion], end_ids: Collection[int]) -> Tensor:
