@@ -114,6 +114,19 @@ def check_measures(data: dict[str, Any], folders: dict[str, Path]) -> None:
             assert measures[name]["value"] == pytest.approx(value, abs=1e-4), name
 
 
+def test_python_takes_images_as_tensors(folders: dict[str, Path]):
+    vit = transformers.ViTModel.from_pretrained(folders["vit"]).eval()
+    pixels = torch.from_numpy(np.load(folders["floats"])).permute(0, 3, 1, 2)
+    table = hw.heads(vit, pixels)
+    check_measures(table.data, folders)
+    assert hw.heads(vit, list(pixels)).data == table.data
+    assert len(hw.importance(vit, pixels).heads) == 8
+    for model in (vit, hw.load(folders["bare"])):
+        assert str(hw.prune(model, 0.5, pixels)).startswith("vit: 4 of 8 heads kept")
+    with pytest.raises(hw.SpecError, match="the images are 3 x 12 x 12, but the model takes 3 x 12 x 20; resize"):
+        hw.heads(vit, pixels[..., :12])
+
+
 def test_a_headwise_folder_takes_floats(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):
     argv = (folders["native"], "--images", folders["floats"], "--resamples", 100, "--json")
     code, out, err = run_command(capsys, *argv)

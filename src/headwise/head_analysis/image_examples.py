@@ -125,6 +125,31 @@ def examples_from_images(model: nn.Module, path: str | Path, limit: int | None =
     pixels = _take_pixels(model, store, layout, is_scaled, store.count if limit is None else min(limit, store.count))
     if len(pixels) < 2:
         raise SpecError(f"{path} has {len(pixels)} images, too few for a confidence interval; give at least two")
+    return examples_from_pixels(model, pixels)
+
+
+def as_pixels(images: Any) -> Tensor | None:
+    """Images [n, channels, height, width] from a tensor of them, or a list with a tensor of each; None for others."""
+    if isinstance(images, (list, tuple)) and images and all(isinstance(image, Tensor) for image in images):
+        images = torch.stack(list(images)) if len({image.shape for image in images}) == 1 else None
+    if isinstance(images, Tensor) and images.dim() == 4 and images.is_floating_point():
+        return images
+    return None
+
+
+def plain_image_examples(model: nn.Module, pixels: Tensor) -> list[Example]:
+    """An example of each image, without the places of its patches."""
+    name = "x" if isinstance(model, Transformer) else "pixel_values"
+    return [Example({name: image[None]}, {}) for image in pixels]
+
+
+def examples_from_pixels(model: nn.Module, pixels: Tensor) -> ImageExamples:
+    """Examples of images [n, channels, height, width] as a vision model takes them."""
+    layout = PatchLayout.from_model(model)
+    expected = (layout.channels, *layout.size)
+    if tuple(pixels.shape[1:]) != expected:
+        shapes = [" x ".join(map(str, shape)) for shape in (pixels.shape[1:], expected)]
+        raise SpecError(f"the images are {shapes[0]}, but the model takes {shapes[1]}; resize or convert them")
     name = "x" if isinstance(model, Transformer) else "pixel_values"
     inputs = [{name: image[None]} for image in pixels]
     counts = _count_tokens(model, inputs[0])

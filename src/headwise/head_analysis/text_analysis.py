@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -20,11 +21,13 @@ from .head_classes import classify_heads
 from .head_importance import DEFAULT_OPTIONS, estimate_importance
 from .head_measurement import MeasureCollector, MeasureOptions, measure_heads
 from .head_table import HeadTable
+from .image_examples import as_pixels, examples_from_pixels, plain_image_examples
 from .importance_methods import ImportanceMethod, ImportanceOptions
 from .importance_result import ImportanceResult
 from .objectives import Objective
+from .patch_metrics import IMAGE_METRICS, NOT_FOR_IMAGES
 
-TEXT_KINDS = "strings, pairs (source, target) of strings, or Examples"
+TEXT_KINDS = "strings, pairs (source, target) of strings, Examples, or images as one tensor of floats"
 
 
 @contextmanager
@@ -41,9 +44,13 @@ def read_texts(model: nn.Module, texts: Any, min_count: int = 0) -> tuple[list[E
 
     `texts` is one string, or an iterable of strings, of pairs (source, target) for an encoder-decoder model, or of
     Examples, which are returned unchanged. In a string for an encoder-decoder model, a tab separates source and target.
+    Of a vision model, `texts` are images, floats [n, channels, height, width].
     """
     if isinstance(texts, ExampleReader):
         return texts.examples_with_frequencies(), texts.notes
+    pixels = as_pixels(texts)
+    if pixels is not None and len(pixels) >= min_count:
+        return plain_image_examples(model, pixels), ()
     items = _list_texts(texts)
     examples = [item for item in items if isinstance(item, Example)]
     notes: tuple[str, ...] = ()
@@ -122,8 +129,9 @@ def heads(
     """Measure what every head of a model attends to over texts, and classify it; the result prints as a table.
 
     `model` is a transformers model, a headwise model, or a module of your own whose attention `hw.sites` finds.
-    `texts` are strings, or pairs (source, target) for an encoder-decoder model. `tokenizer` is needed if none is found
-    beside the model. `criteria` define the classes, as in `classify_heads`.
+    `texts` are strings, pairs (source, target) for an encoder-decoder model, or two or more images for a vision model,
+    floats [n, channels, height, width] as the model takes them. `tokenizer` is needed if none is beside the model.
+    `criteria` define the classes, as in `classify_heads`.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}
@@ -133,9 +141,16 @@ def heads(
     ('2 texts', ['unclear', 'unclear'])
     """
     with text_reader(model, tokenizer) as reader:
-        examples, notes = read_texts(reader, texts, min_count=2)
+        pixels = as_pixels(texts)
+        if pixels is not None and len(pixels) >= 2:
+            examples, sites, notes = examples_from_pixels(reader, pixels)
+            kind, notes = "images", (*notes, NOT_FOR_IMAGES)
+            options = options._replace(metrics=IMAGE_METRICS, sites=options.sites or sites)
+        else:
+            kind = "texts"
+            examples, notes = read_texts(reader, texts, min_count=2)
         table = measure_and_classify(reader, examples, criteria=criteria, options=options, progress=progress)
-    return table.with_notes(notes)
+    return replace(table, texts=f"{len(examples)} {kind}").with_notes(notes)
 
 
 def importance(

@@ -408,8 +408,8 @@ def trace(
     (3, 3)
     """
     model_inputs = prepare_inputs(model, inputs, max_new_tokens, tokenizer)
-    found = find_attention(model) if max_new_tokens else find_attention_in_run(model, model_inputs)
-    site_modules = _select_sites(model, found, capture)
+    all_sites = find_attention(model) if max_new_tokens else find_attention_in_run(model, model_inputs)
+    site_modules = _select_sites(model, all_sites, capture)
     run = ModelRun(model, model_inputs, max_new_tokens)
     streams = {
         site_module.site.name: get_streams(site_module.site, model_inputs.has_source) for site_module in site_modules
