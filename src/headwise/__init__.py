@@ -87,6 +87,7 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .parts.alibi import Alibi
     from .parts.collaborative import Collaborative, convert_to_collaborative
     from .parts.concat import Concat
+    from .parts.continuous_bias import ContinuousBias
     from .parts.differential import Differential, DifferentialV2
     from .parts.dot_product import Dot
     from .parts.dynamic_composition import Dynamic

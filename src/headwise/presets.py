@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from .interfaces.part import field_defaults
 from .masking.patterns import Full, PerHead, parse_pattern
 from .parts.collaborative import Collaborative
 from .parts.concat import Concat
+from .parts.continuous_bias import ContinuousBias
 from .parts.differential import Differential, DifferentialV2
 from .parts.dot_product import Dot
 from .parts.dynamic_composition import Dynamic
@@ -194,6 +196,21 @@ def moh(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
     return _filled(options, model=model, heads=heads, pattern="causal()", modifiers=(Rotary(), routed))
 
 
+def moh_vit(*, model: int = 512, heads: int = 8, rows: int = 7, columns: int = 7, **options: Any) -> AttentionSpec:
+    """Mixture of heads for images (MoH-ViT): cosine attention with a continuous position bias (2410.11842).
+
+    `rows` and `columns` are those of the grid of patches, 7 x 7 in the last stage of MoH-TransNeXt, whose attention
+    layers with all tokens these are. A quarter of the heads is always active, and each token chooses another half.
+    """
+    always = max(1, heads // 4)
+    modifiers = (
+        QKNorm(kind="l2-embedding", temperature=math.log(max(rows * columns, 2)) / 0.24),
+        ContinuousBias(rows=rows, columns=columns, output="linear"),
+        Routed(always=always, active=min(heads // 2, heads - always)),
+    )
+    return _filled(options, model=model, heads=heads, similarity=Dot(scale=1.0), modifiers=modifiers, bias="qkvo")
+
+
 def dcmha(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
     """Dynamically composable heads (DCMHA): mixes scores and weights, each with rank 2 (2405.08553)."""
     composed = (QKNorm(), Rotary(), Dynamic(), Dynamic(on="weights"))
@@ -346,7 +363,7 @@ def _quarter(heads: int) -> int:
     return max(kv for kv in range(1, max(1, heads // 4) + 1) if heads % kv == 0)
 
 
-_ALL = (mha, gqa, mqa, mla, moh, dcmha, mohsa, collaborative, talking, diff, diff2, entmax, linear, performer)
+_ALL = (mha, gqa, mqa, mla, moh, moh_vit, dcmha, mohsa, collaborative, talking, diff, diff2, entmax, linear, performer)
 _ALL += (longformer, longformer_dilated, streaming_retrieval, bigbird, kha, average)
 PRESETS: dict[str, Callable[..., AttentionSpec]] = {make.__name__: make for make in _ALL}
 

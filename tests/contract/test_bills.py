@@ -76,6 +76,7 @@ def test_symbols_compute_like_numbers():
         "2 q dim": 2 * q * dim,
         "3 (q + dim) q": (q + dim) * 3 * q,
         "q dim - (q + 1)": q * dim - (q + 1),
+        "q dim - 2 q": q * dim - 2 * q,
         "5 q": 2 * q + 3 * q,
         "1 + q": 1 + q,
         "4 q^2": (2 * q) ** 2,

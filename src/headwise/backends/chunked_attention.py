@@ -23,7 +23,14 @@ from .core_interface import (
     never_slower,
     no_tensor_conflicts,
 )
-from .query_blocks import QUERY_BLOCK_LENGTHS, CallBlocks, QueryBlock, count_formed_pairs, slice_inputs
+from .query_blocks import (
+    QUERY_BLOCK_LENGTHS,
+    CallBlocks,
+    QueryBlock,
+    count_formed_pairs,
+    count_query_blocks,
+    slice_inputs,
+)
 
 NUM_QUERY_TENSORS = 3  # the first tensors of `_tensors_of` have one row per query, the others one row per key
 
@@ -196,7 +203,8 @@ slower_reasons = never_slower
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
     """FLOPs of all blocks with the keys that any of their queries may attend to."""
-    return call.core.flops(size.batch * count_formed_pairs(call, size))
+    again = sum(part.query_independent_flops(call.spec) for _, part in call.spec.parts())
+    return call.core.flops(size.batch * count_formed_pairs(call, size)) + again * (count_query_blocks(size.queries) - 1)
 
 
 def attend(

@@ -146,6 +146,15 @@ def split_unordered_queries(queries: int, keys: int) -> Iterator[QueryBlock]:
         yield QueryBlock(range(start, stop), (range(keys),))
 
 
+def count_query_blocks(queries: int) -> int:
+    """Number of blocks of so many queries.
+
+    >>> count_query_blocks(128), count_query_blocks(129)
+    (1, 2)
+    """
+    return max(1, -(-queries // QUERY_BLOCK_SIZE))
+
+
 def count_formed_pairs(call: CallSignature, size: CallSize) -> int:
     """Number of computed scores per head and row of the batch; the queries are the last tokens of the keys."""
     if size.queries <= QUERY_BLOCK_SIZE:

@@ -31,6 +31,7 @@ PRESETS = [
     "mqa",
     "mla",
     "moh",
+    "moh_vit",
     "dcmha",
     "mohsa",
     "collaborative",

@@ -80,9 +80,7 @@ class SymbolicInt(int):
         return SymbolicInt.of(int(self) // int(other), f"floor({self.formula_as_factor} / {divisor})")
 
     def _sum(self, other: int, sign: str) -> int:
-        text = str(other)
-        if isinstance(other, SymbolicInt):
-            text = other.name_as_factor if sign == "-" else other.formula
+        text = formula_as_factor(other) if sign == "-" else formula(other)
         value = int(self) + int(other) if sign == "+" else int(self) - int(other)
         return SymbolicInt.of(value, f"{self.formula} {sign} {text}", loose="sum")
 

@@ -200,6 +200,10 @@ class Part(CheckedDataclass, ABC):
         """The FLOPs of `flops` that multiply with constants, which need one product in the backward pass, not two."""
         return 0
 
+    def query_independent_flops(self, spec: AttentionSpec) -> int:
+        """The FLOPs of `flops` that do not depend on the queries, which blocks of queries compute again."""
+        return 0
+
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         """Reasons why this part cannot be used in this spec; empty if it can."""
         return ()

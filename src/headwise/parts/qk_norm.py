@@ -13,7 +13,9 @@ from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import Param, PartParams, SpecFactory, SymmetryGroup
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import constant_value, ones_init, zeros_init
+from .initialisers import constant_value, normal_with_std, ones_init, zeros_init
+
+UNIT_KINDS = (("l2", "head"), ("l2-embedding", "head"))
 
 
 @part
@@ -23,8 +25,10 @@ class QKNorm(QKTransform):
     kind="rms", scope="head": RMSNorm over the channels of each head, as in Qwen3 (2505.09388); scope="full": over all
     heads at once, as in OLMo 2 (2501.00656). kind="offset": RMSNorm per head with weights stored as w - 1, as in
     Gemma 3 (2503.19786). kind="l2": unit vectors with a learned temperature per head in place of 1/sqrt(dim), so it
-    needs Dot(scale=1.0) (2010.04245). QK transforms run in the order of the modifiers: write QKNorm before Rotary as in
-    Qwen3, or after it.
+    needs Dot(scale=1.0) (2010.04245). kind="l2-embedding" adds a learned vector of each head to its unit queries before
+    the temperature, which TransNeXt (2311.17132) and MoH-ViT call query embedding. Swin v2 stores the logarithm of the
+    temperature, and TransNeXt softplus^-1 of the temperature over log n for n tokens. QK transforms run in the order of
+    the modifiers: write QKNorm before Rotary as in Qwen3, or after it.
 
     >>> import torch
     >>> QKNorm().transform(torch.tensor([[[[3.0, 4.0]]]]), "q", None, {"q": torch.ones(2)}).round(decimals=3)
@@ -40,20 +44,22 @@ class QKNorm(QKTransform):
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not self.eps > 0:
             yield f"{type(self).__name__}(eps={self.eps!r}) must be positive; 1e-6 is usual"
-        if (self.kind, self.scope) not in (("rms", "head"), ("rms", "full"), ("offset", "head"), ("l2", "head")):
+        if (self.kind, self.scope) not in (("rms", "head"), ("rms", "full"), ("offset", "head"), *UNIT_KINDS):
             yield (
-                f"QKNorm(kind={self.kind!r}, scope={self.scope!r}) is not defined; "
-                "use kind 'rms' with scope 'head' or 'full', or kinds 'offset' and 'l2' with scope 'head'"
+                f"QKNorm(kind={self.kind!r}, scope={self.scope!r}) is not defined; use kind 'rms' with scope 'head' or "
+                "'full', or kinds 'offset', 'l2' and 'l2-embedding' with scope 'head'"
             )
-        if self.kind == "l2" and spec.similarity.score_scale(spec.core) != 1.0:
-            yield "QKNorm(kind='l2') has a temperature in place of 1/sqrt(dim); use similarity Dot(scale=1.0)"
+        if self._has_unit_vectors and spec.similarity.score_scale(spec.core) != 1.0:
+            yield f"QKNorm(kind={self.kind!r}) has a temperature in place of 1/sqrt(dim); use similarity Dot(scale=1.0)"
         if not spec.project.uses_head_dims:
             name = type(spec.project).__name__
             yield f"QKNorm would normalise only a slice of the queries and keys of {name}; leave QKNorm out"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        if self.kind == "l2":
-            return {"temperature": Param(AxisLayout.parse("q"), constant_value(self.temperature))}
+        if self._has_unit_vectors:
+            temperature = {"temperature": Param(AxisLayout.parse("q"), constant_value(self.temperature))}
+            embedding = {"embedding": Param(AxisLayout.parse("q dim"), normal_with_std(0.02))}
+            return temperature if self.kind == "l2" else temperature | embedding
         axes = {"q": "(q dim)", "k": "(kv dim)"} if self.scope == "full" else {"q": "dim", "k": "dim"}
         start = zeros_init if self.kind == "offset" else ones_init
         return {side: Param(AxisLayout.parse(axis), start) for side, axis in axes.items()}
@@ -64,19 +70,28 @@ class QKNorm(QKTransform):
     def concatenates_key_heads(self) -> bool:
         return self.scope == "full"
 
+    @property
+    def _has_unit_vectors(self) -> bool:
+        return (self.kind, self.scope) in UNIT_KINDS
+
     def normalises_length(self) -> bool:
-        return self.scope == "head"
+        return self.scope == "head" and self.kind != "l2-embedding"
 
     def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
         if side == "v" or self.kind == "l2":
             return SymmetryGroup.full({"k": spec.heads.dim, "v": spec.heads.vdim}[side])
+        if self.kind == "l2-embedding":  # the embedding has a direction
+            return SymmetryGroup()
         scales = torch.cat([p[own].reshape(-1, spec.heads.dim) for own in "qk"])
         return SymmetryGroup.commuting_with_scales(scales.T.tolist())
 
     def transform(self, x_BTHK: Tensor, side: str, precomputed: None, p: PartParams) -> Tensor:
-        if self.kind == "l2":
+        if self._has_unit_vectors:
             unit = F.normalize(x_BTHK, dim=-1, eps=self.eps)
-            return unit * p["temperature"][:, None] if side == "q" else unit
+            if side != "q":
+                return unit
+            unit = unit + p["embedding"] if self.kind == "l2-embedding" else unit
+            return unit * p["temperature"][:, None]
         scale = p[side].to(x_BTHK.dtype)  # under autocast only x has low precision
         scale = scale + 1 if self.kind == "offset" else scale
         if self.scope == "full":
@@ -92,3 +107,4 @@ class QKNorm(QKTransform):
         yield base(modifiers=(cls(scope="full", eps=1e-5),), kv=2)
         yield base(modifiers=(cls(kind="offset"),), kv=2)
         yield base(modifiers=(cls(kind="l2", temperature=3.0),), similarity=Dot(scale=1.0))
+        yield base(modifiers=(cls(kind="l2-embedding", temperature=3.0),), similarity=Dot(scale=1.0), kv=2)
