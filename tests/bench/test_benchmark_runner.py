@@ -529,6 +529,10 @@ def test_rows_are_chosen_by_a_piece_of_a_name(capsys, fakes):
     assert names("slow:for", "slow:backward") == ["slow, forward", "slow, backward"]
 
 
+def test_the_list_of_kinds_fits_80_columns(capsys: pytest.CaptureFixture[str]):
+    assert max(map(len, run(capsys, "--list")[1].splitlines())) <= 80
+
+
 def test_kinds_are_listed(capsys, fakes):
     assert [line.split()[0] for line in run(capsys, "--list")[1].splitlines()] == ["slow", "other"]
     assert json.loads(run(capsys, "--list", "--json")[1])["other"] == fakes["other"].title

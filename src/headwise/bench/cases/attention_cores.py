@@ -324,11 +324,9 @@ def _case_title(name: str, backward: bool) -> str:
 
 KINDS = {
     "head_composition": CaseKind(
-        "Cores with heads mixed at every query-key pair: 16 heads of 64, causal",
+        "Cores that mix heads at each query-key pair: 16 causal heads",
         head_composition_cases,
         CaseCount(3, 3),
     ),
-    "entmax": CaseKind(
-        "Entmax: 4,096 rows of 1,024 scores, and cores of 16 heads of 64, causal", entmax_cases, CaseCount(10, 4)
-    ),
+    "entmax": CaseKind("Entmax: 4,096 rows of 1,024 scores, and 16 causal heads of 64", entmax_cases, CaseCount(10, 4)),
 }
