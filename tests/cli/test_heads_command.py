@@ -154,7 +154,7 @@ def test_letters_are_of_classes():
     assert " ".join(lines[2:4]) == legend
     assert lines[6].split() == ["decoder.0.attention", "p", "S"]
     assert lines[7].split() == ["decoder.1.attention", "·", "K"]
-    assert "\x1b[38;2;86;180;233mp\x1b[0m" in format_head_table(small(), with_ansi_colour)
+    assert "\x1b[48;2;86;180;233;38;5;16mp\x1b[0m" in format_head_table(small(), with_ansi_colour)
     assert format_head_ranking(small(), "sink").splitlines()[3].split()[:6] == [
         "decoder.0.attention",
         "0",

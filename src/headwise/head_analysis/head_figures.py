@@ -140,9 +140,14 @@ def text_colour_on(colour: str, alpha: float, theme: FigureTheme) -> str:
     shown = [
         alpha * own + (1 - alpha) * below for own, below in zip(to_rgb(colour), to_rgb(theme.background), strict=True)
     ]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in shown]
+    return "#000000" if is_light(shown) else "#FFFFFF"
+
+
+def is_light(rgb: Sequence[float]) -> bool:
+    """Return True if black is easier to read than white on a colour with parts from 0 to 1."""
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in rgb]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return "#000000" if luminance > 0.179 else "#FFFFFF"  # where both have the same contrast
+    return luminance > 0.179  # where both have the same contrast
 
 
 def replace_undrawable(text: str) -> str:
@@ -451,12 +456,13 @@ def without_colour(text: str, group: str) -> str:
 
 
 def with_ansi_colour(text: str, group: str) -> str:
-    """Return the text with ANSI codes for the colour of a class group."""
+    """Return the text in black or white on the colour of a class group, legible in light and dark terminals."""
     colour = CLASS_STYLES[group][1]
     if not colour:
         return text
     red, green, blue = (int(colour[n : n + 2], 16) for n in (1, 3, 5))
-    return f"\x1b[38;2;{red};{green};{blue}m{text}\x1b[0m"
+    ink = 16 if is_light((red / 255, green / 255, blue / 255)) else 231  # black and white of the 256 fixed colours
+    return f"\x1b[48;2;{red};{green};{blue};38;5;{ink}m{text}\x1b[0m"
 
 
 def format_head_table(table: HeadTable, colour: ColourFunction = without_colour) -> str:
