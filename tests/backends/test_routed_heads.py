@@ -268,9 +268,9 @@ def test_supported_calls():
 @pytest.mark.parametrize(
     ("modifiers", "more", "reason"),
     [
-        ((hw.HeadGate(),), {}, "no gate closes heads"),
-        ((hw.Routed(always=6, active=0),), {}, "no gate closes heads"),
-        ((hw.Routed(always=2, active=4),), {}, "no gate closes heads"),
+        ((hw.HeadGate(),), {}, "no part routes tokens to heads"),
+        ((hw.Routed(always=6, active=0),), {}, "no part routes tokens to heads"),
+        ((hw.Routed(always=2, active=4),), {}, "no part routes tokens to heads"),
         ((hw.Alibi(), *HALF), {}, "nothing added"),
         (HALF, {"normaliser": hw.SinkSoftmax()}, "nothing added"),
         (HALF, {"vdim": 5}, "needs dim = vdim"),

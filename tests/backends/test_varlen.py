@@ -10,7 +10,7 @@ import headwise as hw
 from headwise import backends
 from headwise.backends import dispatch, varlen
 from headwise.backends.dispatch import MAX_DENSE_LENGTH
-from headwise.backends.varlen import MAX_WASTED_PAIRS_RATIO, group_by_length, group_plan, kernel_plan
+from headwise.backends.varlen import MAX_WASTED_PAIRS_RATIO, group_by_length, group_plan, kernel_table
 from headwise.masking.patterns import Full
 from headwise.masking.sequence_info import AttentionMask, SequenceInfo
 from headwise.nn import reference
@@ -250,7 +250,7 @@ def test_compiled_rows_are_masked_and_the_same():
 
 def test_self_and_cross_attention_are_planned_separately():
     at, sequence = SequenceInfo.packed([[2, 3]]), SequenceInfo.packed([[4, 1]])
-    for plan in (group_plan, kernel_plan):
+    for plan in (group_plan, kernel_table):
         plan(AttentionMask(at, at, Full()))
     assert group_plan(AttentionMask(at, sequence, Full())).keys.shapes == ((2, 4),)
-    assert kernel_plan(AttentionMask(at, sequence, Full())).table.tolist() == [[0, 2, 0, 4], [2, 3, 4, 1]]
+    assert kernel_table(AttentionMask(at, sequence, Full())).table.tolist() == [[0, 2, 0, 4], [2, 3, 4, 1]]

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,22 @@ def test_killed_processes_are_replaced(
     assert results[1]["metrics"] == finished[0].report_cells("gqa", "recall")[0].result["metrics"]
     assert results[2]["status"] == "killed"
     assert "3 times" in results[2]["message"]
+
+
+def test_a_cell_that_runs_beside_one_that_dies_is_not_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def run_in_pool(_: ProcessEngine, pending: dict[str, Cell], folder: Path) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        for cell in pending.values():
+            (folder / cell.id).mkdir(exist_ok=True)
+            (folder / cell.id / process_engine.STARTED_FILE).touch()
+        if any(cell.seed == 2 for cell in pending.values()):
+            raise BrokenProcessPool
+        for cell in pending.values():
+            yield cell, {"status": "done"}
+
+    monkeypatch.setattr(ProcessEngine, "_run_in_pool", run_in_pool)
+    cells = [Cell("gqa", "recall", 1e-3, seed, {"seed": seed}) for seed in (1, 2)]
+    results = {cell.seed: result["status"] for cell, result in ProcessEngine(2).run(cells, tmp_path)}
+    assert results == {1: "done", 2: "killed"}
 
 
 def test_workers_that_cannot_start(

@@ -32,7 +32,7 @@ from .dispatch import (
 from .head_groups import HeadGroupDispatch, plan_dispatch, split_by_pattern
 from .linear_attention import values_per_row
 from .paged_decode import gather_pages
-from .sdpa import is_plain_softmax, softmax_args
+from .sdpa import is_softmax_with_bias, softmax_args
 
 __all__ = [
     "BACKENDS",
@@ -48,7 +48,7 @@ __all__ = [
     "check_backend_name",
     "choose_backend",
     "gather_pages",
-    "is_plain_softmax",
+    "is_softmax_with_bias",
     "make_dispatch",
     "plan_dispatch",
     "preference_order",

@@ -420,8 +420,10 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     reasons = sdpa.fused_call_conflicts(call)
     if call.single_query:
         reasons.append("needs more than one query per row")
-    if call.pattern in (Full(), Causal()):
-        reasons.append(f"one fused call already skips every block of keys that {call.pattern.text} hides")
+    if call.pattern == Full():
+        reasons.append("full() hides no keys, so there is nothing to skip")
+    if call.pattern == Causal():
+        reasons.append("one fused call already skips every block of keys that causal() hides")
     if "lse" in call.probed_tensors:
         reasons.append("returns a log-sum-exp for each block only")
     return reasons

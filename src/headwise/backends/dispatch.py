@@ -152,7 +152,7 @@ class PackedDispatch:
     def _uses_kernel(self, attention_mask: AttentionMask, dtype: torch.dtype) -> bool:
         if self.groups.is_named_by_caller or not varlen.supports_kernel(self.groups.signature):
             return False
-        if varlen.kernel_plan(attention_mask).longest > takeover_size("varlen"):
+        if varlen.kernel_table(attention_mask).longest > takeover_size("varlen"):
             return False
         return VARLEN_KERNELS.is_usable(varlen.compute_dtype(dtype))
 

@@ -294,7 +294,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
     spec, reasons = call.spec, sdpa.fused_call_conflicts(call)
     if not any(gate.open_fractions(spec) for _, gate in spec.parts_of(Gate)):
-        reasons.append("no gate closes heads exactly (routing)")
+        reasons.append("no part routes tokens to heads, so every head is needed")
     elif not any(_open_shares(call)):
         reasons.append("gradients pass the gates of closed heads, so their outputs are needed")
     elif call.head_group is not None:

@@ -17,23 +17,23 @@ from ..parts.dot_product import Dot
 from ..parts.sink_softmax import SinkSoftmax
 from ..parts.softmax import Softmax
 from ..parts.weight_dropout import WeightDropout
-from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads, never_slower, no_tensor_conflicts
+from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads, no_tensor_conflicts
 
 
 def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
-    return [
-        *fused_call_conflicts(call),
-        *(
-            ["the `grouped` backend is faster for a single query of grouped heads"]
-            if call.single_query and call.group_size > 1
-            else []
-        ),
-    ]
+    return fused_call_conflicts(call)
+
+
+def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
+    """Why another backend is preferred at this size."""
+    if call.single_query and call.group_size > 1:
+        return ["the `grouped` backend is faster for a single query of grouped heads"]
+    return []
 
 
 def fused_call_conflicts(call: CallSignature) -> list[str]:
-    """Properties of a call that torch's fused attention does not support, for all backends that use it."""
+    """Properties of a call that a fused softmax call does not support, torch's or one of our kernels."""
     spec, reasons = call.spec, []
     if call.has_recurrent_state:
         reasons.append("needs cached keys and values; this layer caches a recurrent state")
@@ -74,7 +74,7 @@ def plain_softmax_conflicts(call: CallSignature) -> list[str]:
     if any(isinstance(part, ScoreStep) for _, part in spec.parts()) or not isinstance(spec.normaliser, Softmax):
         reasons.append("needs a plain softmax over scaled dot products, with nothing added")
     if call.pattern not in (Full(), Causal()):
-        reasons.append(f"{call.pattern.text} hides keys whose scores it would compute")
+        reasons.append(f"computes every score, also those that {call.pattern.text} hides")
     return reasons
 
 
@@ -85,7 +85,6 @@ def _can_return_lse(call: CallSignature) -> bool:
 
 
 tensor_conflicts = no_tensor_conflicts
-slower_reasons = never_slower
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
@@ -164,7 +163,7 @@ class SoftmaxArgs(NamedTuple):
     sinks: Tensor | None
 
 
-def is_plain_softmax(call: CallSignature) -> bool:
+def is_softmax_with_bias(call: CallSignature) -> bool:
     """Whether the weights of this call are a softmax over scaled dot products plus additive biases."""
     return not fused_call_conflicts(replace(call, probed_tensors=frozenset(), has_caller_mask=False, training=False))
 

@@ -51,7 +51,7 @@ class TokenSlots(NamedTuple):
     def gather_groups(self, x: Tensor) -> list[Tensor]:
         """Gather x [B, T, ...] into one tensor [sequences, tokens, ...] per group."""
         slots = cast(Tensor, _GatherTokens.apply(x.flatten(0, 1), *self[:4]))
-        parts = slots.split([texts * tokens for texts, tokens in self.shapes])
+        parts = slots.split([sequences * tokens for sequences, tokens in self.shapes])
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def scatter_groups(self, groups: Sequence[Tensor]) -> Tensor:
@@ -140,7 +140,7 @@ def attend_by_kernel(attention_mask: AttentionMask, inputs: CoreInputs) -> Tenso
     """Per-head outputs o_BTRV of all sequences, in one call of the kernel."""
     qkv = [t.flatten(0, 1).to(compute_dtype(inputs.q.dtype)) for t in inputs[:3]]
     causal, scale = attention_mask.pattern == Causal(), inputs.query_context.scale
-    o = attend_varlen(qkv, *kernel_plan(attention_mask), causal, scale)
+    o = attend_varlen(qkv, *kernel_table(attention_mask), causal, scale)
     return o.to(inputs.v.dtype).unflatten(0, inputs.q.shape[:2])
 
 
@@ -179,10 +179,10 @@ def group_plan(attention_mask: AttentionMask) -> VarlenPlan:
     )
 
 
-def kernel_plan(attention_mask: AttentionMask) -> VarlenTable:
+def kernel_table(attention_mask: AttentionMask) -> VarlenTable:
     """The arguments of the kernel; computed once for all layers with the same tokens."""
     return _cached_plan(
-        attention_mask, "kernel", lambda: _make_kernel_plan(attention_mask.queries, attention_mask.keys)
+        attention_mask, "kernel", lambda: _make_kernel_table(attention_mask.queries, attention_mask.keys)
     )
 
 
@@ -197,7 +197,7 @@ def _cached_plan(attention_mask: AttentionMask, kind: str, make: Callable[[], An
     return plan
 
 
-def _make_kernel_plan(queries: SequenceInfo, keys: SequenceInfo) -> VarlenTable:
+def _make_kernel_table(queries: SequenceInfo, keys: SequenceInfo) -> VarlenTable:
     (num_queries, first_query), (num_keys, first_key) = _sequence_offsets(queries), _sequence_offsets(keys, queries)
     table = np.stack([first_query, num_queries, first_key, num_keys], 1)[num_queries > 0]
     return VarlenTable(torch.from_numpy(table), int(table[:, 1::2].max(initial=0)))
@@ -231,10 +231,10 @@ def _sequence_offsets(tokens: SequenceInfo, like: SequenceInfo | None = None) ->
     Each row gets as many sequences as it has in `like`; missing ones have length 0.
     """
     assert tokens.lengths is not None
-    model_lengths = tokens.lengths if like is None or like.lengths is None else like.lengths
+    template_lengths = tokens.lengths if like is None or like.lengths is None else like.lengths
     lengths, begins = list[int](), list[int]()
-    for n, (row, model_row) in enumerate(zip(tokens.lengths, model_lengths, strict=True)):
-        row = (*row, *[0] * len(model_row))[: len(model_row)]
+    for n, (row, template_row) in enumerate(zip(tokens.lengths, template_lengths, strict=True)):
+        row = (*row, *[0] * len(template_row))[: len(template_row)]
         lengths += row
         begins += [n * tokens.count + before for before in accumulate(row, initial=0)][: len(row)]
     return np.array(lengths, np.int64), np.array(begins, np.int64)

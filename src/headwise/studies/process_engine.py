@@ -40,8 +40,9 @@ class CellEngine(Protocol):
 class ProcessEngine:
     """Runs cells in `jobs` spawned processes on this machine; 0 runs them one by one in this process.
 
-    A cell whose process dies (out of memory, kill -9) is run again from its last checkpoint, at most three times; then
-    it is recorded as killed.
+    A cell whose process dies (out of memory, kill -9) goes on from its last checkpoint. When a process dies, all cells
+    that run may have been the cause. Each is tried at most three times, the last time alone; if its process dies then
+    too, it is recorded as killed.
     """
 
     def __init__(self, jobs: int | None = None) -> None:
@@ -79,15 +80,17 @@ class ProcessEngine:
     def _run_in_pools(self, pending: dict[str, Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
         attempts, num_failed_starts = Counter[str](), 0
         while pending:
-            for cell_id in pending:
+            suspect = next((cell_id for cell_id in pending if attempts[cell_id] == MAX_ATTEMPTS - 1), None)
+            cells = {suspect: pending[suspect]} if suspect is not None else dict(pending)
+            for cell_id in cells:
                 (folder / cell_id / STARTED_FILE).unlink(missing_ok=True)
             try:
-                for cell, result in self._run_in_pool(pending, folder):
+                for cell, result in self._run_in_pool(cells, folder):
                     del pending[cell.id]
                     yield cell, result
             except BrokenProcessPool as error:
                 self._pool = None
-                started = [cell_id for cell_id in pending if (folder / cell_id / STARTED_FILE).exists()]
+                started = [cell_id for cell_id in cells if (folder / cell_id / STARTED_FILE).exists()]
                 num_failed_starts = 0 if started else num_failed_starts + 1
                 if num_failed_starts == MAX_ATTEMPTS:
                     raise ChildProcessError(WORKERS_FAIL) from error
@@ -103,7 +106,7 @@ class ProcessEngine:
             self._pool = ProcessPoolExecutor(
                 self.jobs, mp_context=context, initializer=prepare_worker, initargs=(imported_part_files(),)
             )
-        pool, queue = self._pool, iter(list(pending.values()))
+        pool, queue = self._pool, iter(pending.values())
         futures: dict[Future[dict[str, Any]], Cell] = {}
 
         def submit_next() -> None:

@@ -135,7 +135,7 @@ def strip_figure(
 
 
 def difference_figure(rows: Mapping[str, tuple[Sequence[float], Span]], label: str, bold: Sequence[str] = ()) -> str:
-    """One comparison below the other: a dot for each seed's difference, their mean with its interval; a line at 0."""
+    """One comparison per row: a dot for each seed's difference, their mean with its interval; a line at 0."""
     ends = [end for seeds, span in rows.values() for end in (*seeds, *span)]
     x = Scale.around([0.0, *ends], 16, WIDTH - 16)
     height = TOP + 2 * ROW_HEIGHT * len(rows) + BOTTOM

@@ -164,6 +164,7 @@ def format_plan(plan: StudyPlan) -> str:
         f"{price.variant} on {price.task} cannot run: {price.problem}" for price in plan.prices if price.problem
     ]
     matched = {f"{price.variant}: {price.match}" for price in plan.prices if price.match}
-    total = "unknown" if plan.seconds is None else format_seconds(plan.seconds)
-    lines += ["", f"{total} with {plan.jobs} processes; times are of one cell, from {TRIAL_STEPS} steps timed here"]
+    total = "unknown time" if plan.seconds is None else format_seconds(plan.seconds)
+    where = f"with {plan.jobs} processes" if plan.jobs else "in this process"
+    lines += ["", f"{total} in all {where}; the column is the time of one cell, from {TRIAL_STEPS} steps timed here"]
     return "\n".join([*lines, *problems, *sorted(matched)])

@@ -175,7 +175,7 @@ class HeadwiseAdapter(SiteAdapter):
         spec = module.spec
         return (
             "scores"
-            if backends.is_plain_softmax(CallSignature(spec, spec.core_of(spec.projection_form(one=False))))
+            if backends.is_softmax_with_bias(CallSignature(spec, spec.core_of(spec.projection_form(one=False))))
             else "weights"
         )
 
@@ -194,7 +194,7 @@ class HeadwiseCall:
 
     def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         """Attention weights of all heads for a range of queries, [B, H, T, S]. `keys` must include all allowed keys."""
-        if backends.is_plain_softmax(self.signature):
+        if backends.is_softmax_with_bias(self.signature):
             return self._make_inputs(*_slice_call(self.mask, self._inputs_by_head, queries, keys)).all_weights()
         signature = replace(self.signature, probed_tensors=frozenset({"weights"}), training=False)
         probe = Probe("weights")
@@ -222,7 +222,7 @@ class HeadwiseCall:
     @property
     def attention_inputs(self) -> AttentionInputs | None:
         """The inputs as tensors if the layer is plain softmax attention, else None."""
-        return self._make_inputs(self.mask, self.inputs) if backends.is_plain_softmax(self.signature) else None
+        return self._make_inputs(self.mask, self.inputs) if backends.is_softmax_with_bias(self.signature) else None
 
     def _make_inputs(self, mask: AttentionMask, inputs: CoreInputs) -> AttentionInputs:
         softmax_args, core = backends.softmax_args(mask, inputs, self.steps), self.signature.core

@@ -122,7 +122,7 @@ def _run_loader(command: list[str]) -> LoadCheck:
     if result["match"] is None:
         errors = result["errors"]
         error = next((error for error in errors if error.startswith("outputs differ")), errors[0])
-        return LoadCheck(False, 0, f"loaded by transformers: {error}")
+        return LoadCheck(False, 0, f"transformers cannot load it, or its outputs differ: {error}")
     number, difference = result["match"]
     return LoadCheck(True, number, f"loaded without headwise, outputs differ by {difference:.1e} of the largest output")
 

@@ -248,10 +248,10 @@ MAX_EQUAL_CHANGE = 0.1  # of the larger of both values: a wider interval around 
 
 
 def describe_change(row: MetricRow) -> str:
-    """Return "better", "worse", "no difference shown" or "undecided" for the change of a metric.
+    """Return "better", "worse", "no difference shown", "undecided, too few texts" or "not compared".
 
-    If the interval of the change contains 0, a model is no different only as far as the interval is narrow: within a
-    tenth of the larger value. Otherwise the texts are too few to decide.
+    If the interval of the change contains 0, a metric counts as unchanged only if the interval is narrow: within a tenth
+    of the larger value. Otherwise the texts are too few to decide.
 
     >>> after, before = IntervalEstimate(0.0, 0.0, 0.0), IntervalEstimate(69.0, 0.0, 100.0)
     >>> describe_change(MetricRow("BLEU", "higher", after, before, IntervalEstimate(-69.0, -100.0, 0.0)))
@@ -276,7 +276,7 @@ MAX_ANSWER_TOKENS = 64  # per translation
 
 
 class TranslationPair(NamedTuple):
-    """Token ids of a source and its reference translation."""
+    """Token ids of a source, and the text of its reference translation."""
 
     source: Sequence[int]
     target: str
