@@ -250,8 +250,8 @@ MAX_EQUAL_CHANGE = 0.1  # of the larger of both values: a wider interval around 
 def describe_change(row: MetricRow) -> str:
     """Return "better", "worse", "no difference shown", "undecided, too few texts" or "not compared".
 
-    If the interval of the change contains 0, a metric counts as unchanged only if the interval is narrow: within a tenth
-    of the larger value. Otherwise the texts are too few to decide.
+    If the interval of the change contains 0, a metric counts as unchanged only if the interval is narrow: within a
+    tenth of the larger value. Otherwise the texts are too few to decide.
 
     >>> after, before = IntervalEstimate(0.0, 0.0, 0.0), IntervalEstimate(69.0, 0.0, 100.0)
     >>> describe_change(MetricRow("BLEU", "higher", after, before, IntervalEstimate(-69.0, -100.0, 0.0)))
