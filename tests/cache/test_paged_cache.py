@@ -331,3 +331,29 @@ def test_layers_that_keep_alike_share_a_table_and_all_share_the_pages():
     assert [len(table) for table in row.tables] == [5, 3]  # 9 tokens by 2 of two layers, and by 4 of one
     assert not set(row.tables[0].values()) & set(row.tables[1].values())
     assert pool.storage[0].numel() == 2 * 2 * 20
+
+
+# --- groups of heads ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [[38, 1, 1], [7, *[1] * 33], [1, 12, 3, *[1] * 24]])
+@torch.no_grad()
+def test_heads_with_other_patterns_lie_in_pages_of_their_own(chunks: list[int]):
+    """Two layers of 3 key-value heads; two of them keep the first 3 and the latest 5 tokens of 40."""
+    options = {"model": 24, "heads": 6, "kv": 3, "dim": 4, "modifiers": (hw.Rotary(),)}
+    spec = hw.design(**options, pattern="perhead((causal(), window(5) | first(3)), (0, 0, 1, 1, 1, 1))")
+    x, allocated_bytes = torch.randn(2, 40, 24, dtype=torch.float64), dict[str, int]()
+    for name, one in (("groups", spec), ("all tokens", hw.design(**options, pattern="causal()"))):
+        layers = [hw.Attention(one).double().eval() for _ in range(2)]
+        pool = PagePool([one, one], pages=60, page=4, dtype=torch.float64)
+        caches = pool.caches(pool.batch_of([pool.block_tables.new_sequence() for _ in range(2)]))
+        calls = [
+            [layer(part, cache=cache) for layer, cache in zip(layers, caches, strict=True)]
+            for part in x.split(chunks, 1)
+        ]
+        for layer, outputs in zip(layers, zip(*calls, strict=True), strict=True):
+            cases.check_close(torch.cat(outputs, 1), layer(x))
+        allocated_bytes[name] = pool.block_tables.pages.num_allocated * pool.paging.numel * 8
+    # For each of two rows, 10 pages of 4 tokens with 2 x 24 numbers; or 5 pages of 8 tokens with 2 x 8 numbers, and
+    # 3 pages of 4 tokens with 2 x 16: the first, and two with the latest tokens.
+    assert allocated_bytes == {"groups": 2 * (5 * 8 * 16 + 3 * 4 * 32) * 8, "all tokens": 2 * 10 * 4 * 48 * 8}

@@ -64,9 +64,11 @@ def plain(**options: object) -> hw.AttentionSpec:
     )
 
 
+STREAMING = "perhead((window(4) | first(2), causal()), (0, 0, 1, 1))"
 MODELS = {
     **{name: functools.partial(lambda name: language(causal(name), causal(name)), name) for name in PRESETS},
     "window": lambda: language(plain(pattern="window(5)"), plain(pattern="window(5)")),
+    "streaming heads": lambda: language(*[plain(heads=4, kv=2, pattern=STREAMING)] * 2, plain(pattern="window(5)")),
     "sinks": lambda: language(plain(pattern="window(4) | first(2)", kv=1), plain(pattern="window(4) | first(2)", kv=1)),
     "mixed": lambda: language(plain(pattern="window(3)"), plain(pattern="window(3)"), plain(kv=1)),
     "state and tokens": lambda: language(causal("linear"), plain()),

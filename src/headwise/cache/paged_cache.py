@@ -16,6 +16,7 @@ from ..errors import SpecError
 from ..masking.sequence_info import BlockTable, SequenceInfo
 from ..spec.attention_spec import AttentionSpec
 from .block_table import BlockTables, PagedSequence, PageLayout, RetentionGroup, TensorPlacement
+from .head_group_cache import HeadGroupCache, KVHeadGroup, split_by_retention
 from .kv_cache import FullVisibility, KVCache, KVEntry, check_causal, retained_tokens
 
 # --- Rows of one forward call --------------------------------------------------------------------------
@@ -309,15 +310,18 @@ class PagePool:
     ) -> None:
         for spec in specs:
             _check_pageable(spec)
-        self.specs, self.paging = tuple(specs), PageLayout.for_specs(specs, page)
+        self.specs, self.head_groups = tuple(specs), tuple(map(split_by_retention, specs))
+        # A layer whose heads retain different tokens is stored as one layer for each group of its key-value heads.
+        self.stored_specs = list_stored_specs(specs)
+        self.paging = PageLayout.for_specs(self.stored_specs, page)
         self.block_tables = BlockTables(self.paging, pages)
         # One extra page that is never allocated: padding reads finite zeros there.
         self.storage = reserve_zeros((pages + 1, self.paging.numel), dtype, device)
         self.views = [
             {name: self._tensor_view(place) for name, place in places.items()} for places in self.paging.layers
         ]
-        self.visibilities = [FullVisibility(spec.pattern) for spec in specs]
-        self._buffer = self.storage.new_zeros(0)
+        self.visibilities = [FullVisibility(spec.pattern) for spec in self.stored_specs]
+        self._buffer, self._buffer_end = self.storage.new_zeros(0), 0
 
     @property
     def nbytes(self) -> int:
@@ -328,9 +332,14 @@ class PagePool:
         """Return a batch of these rows in this order, for one call or several."""
         return PagedBatch(self.storage, self.block_tables, rows)
 
-    def caches(self, batch: PagedBatch) -> list[PagedCache]:
+    def caches(self, batch: PagedBatch) -> list[KVCache]:
         """Return a cache of these rows for each layer."""
-        return [PagedCache(self, batch, layer) for layer in range(len(self.specs))]
+        caches, first = list[KVCache](), 0
+        for spec, groups in zip(self.specs, self.head_groups, strict=True):
+            own = [PagedCache(self, batch, first + number, number) for number in range(max(1, len(groups)))]
+            caches.append(_join_head_groups(spec, groups, own, batch) if groups else own[0])
+            first += len(own)
+        return caches
 
     def _tensor_view(self, place: TensorPlacement) -> Tensor:
         """Return a view of one tensor in all pages: [pages + 1, heads, tokens, width]."""
@@ -342,13 +351,14 @@ class PagePool:
         """Reserve the gather buffer for `pages` pages of any layer."""
         self._buffer = reserve_zeros((pages * self.paging.widest,), self.storage.dtype, self.storage.device)
 
-    def gather(self, layer: int, row_pages: RowPages) -> KVEntry:
-        """Copy one layer's entry from the pages of every row into the buffer; valid until the next call.
+    def gather(self, layer: int, row_pages: RowPages, head_group: int = 0) -> KVEntry:
+        """Copy one stored layer's entry from the pages of every row into the buffer; valid until the next layer's.
 
-        The tokens of each head are contiguous, as attention reads them.
+        The tokens of each head are contiguous, as attention reads them. A layer with several groups of heads has them
+        one after the other in the buffer.
         """
         rows, pages = row_pages.gathered.pages.shape
-        entry, begin = KVEntry(), 0
+        entry, begin = KVEntry(), self._buffer_end if head_group else 0
         for name, place in self.paging.layers[layer].items():
             tokens = self.paging.groups[place.group].page
             piece = gcd(tokens * place.width, place.start, self.paging.numel)
@@ -362,6 +372,7 @@ class PagePool:
                 :, : row_pages.gathered.filled
             ]
             entry[name], begin = slots.reshape(*slots.shape[:2], *place.shape), end
+        self._buffer_end = begin
         return entry
 
     def in_place(self, layer: int) -> KVEntry:
@@ -372,21 +383,35 @@ class PagePool:
         }
 
 
-class PagedCache(KVCache):
-    """KV cache of one layer in pages; rows with equal prefixes share pages."""
+def list_stored_specs(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
+    """The specs of what pages store: layers, or groups of key-value heads that retain the same tokens."""
+    return tuple(own for spec in specs for own in [group.spec for group in split_by_retention(spec)] or [spec])
 
-    def __init__(self, pool: PagePool, batch: PagedBatch, layer: int) -> None:
-        super().__init__(pool.specs[layer], len(batch.rows), pool.storage.dtype, pool.storage.device)
-        self._pool, self._paged_batch, self._layer = pool, batch, layer
+
+def _join_head_groups(
+    spec: AttentionSpec, groups: Sequence[KVHeadGroup], caches: Sequence[PagedCache], batch: PagedBatch
+) -> HeadGroupCache:
+    """The cache of a layer whose groups of heads lie in pages of their own."""
+    joined = HeadGroupCache(spec, groups, caches)
+    joined.uniform, joined._last = False, batch.last  # pyright: ignore[reportPrivateUsage]
+    return joined
+
+
+class PagedCache(KVCache):
+    """KV cache of one layer, or of a group of its heads, in pages; rows with equal prefixes share pages."""
+
+    def __init__(self, pool: PagePool, batch: PagedBatch, layer: int, head_group: int = 0) -> None:
+        super().__init__(pool.stored_specs[layer], len(batch.rows), pool.storage.dtype, pool.storage.device)
+        self._pool, self._paged_batch, self._layer, self._head_group = pool, batch, layer, head_group
         self._num_calls, self._num_selections = batch.num_calls, batch.num_selections
         self._group = next(place.group for place in pool.paging.layers[layer].values())
         self.uniform, self._last = False, batch.last
 
     def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         pages = self._write_tokens(entry, new_tokens)
-        return (
-            (entry, new_tokens) if pages is None else (self._pool.gather(self._layer, pages), pages.gathered.sequence)
-        )
+        if pages is None:
+            return entry, new_tokens
+        return self._pool.gather(self._layer, pages, self._head_group), pages.gathered.sequence
 
     def extend_in_place(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         """Store one token per row; return views of all pages, and a sequence with a block table.

@@ -476,7 +476,7 @@ def _cache_term(
         value = group.num_layers * requests.num_requests * bytes_per_state
         text = f"{_count_layers(group)} x {requests.num_requests:,} states x {bytes_per_state:,} bytes"
         return CostTerm(group.name, text, value)
-    if allocator.kind in ("ideal", "ring") and (head_groups := split_by_retention(spec)):
+    if allocator.kind != "unified" and (head_groups := split_by_retention(spec)):
         terms = [_cache_term(replace(group, spec=own.spec), requests, allocator, formats) for own in head_groups]
         return CostTerm(group.name, " + ".join(term.formula for term in terms), sum(term.value for term in terms))
     return _slots_term(group, _total_slots(spec.pattern.retention, requests, allocator), formats)

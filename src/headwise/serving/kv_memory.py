@@ -13,7 +13,7 @@ from .. import backends
 from ..backends import CallSignature
 from ..cache import KVCache, PagedSequence, PagePool, ProjectedSource, RecurrentStateCache
 from ..cache.block_table import PageLayout
-from ..cache.paged_cache import PagedBatch, reserve_zeros
+from ..cache.paged_cache import PagedBatch, list_stored_specs, reserve_zeros
 from ..errors import SpecError, suggest
 from ..masking.sequence_info import SequenceInfo
 from ..models import EncoderOutput, ModelCache, Transformer
@@ -136,7 +136,7 @@ class KVMemory:
             block.attentions["cross"].spec if "cross" in block.attentions else None for block in blocks
         ]
         self._source_buffers = [_make_source_buffers(spec, batching, like) for spec in self._cross_specs]
-        self.paging = PageLayout.for_specs(paged, batching.page)
+        self.paging = PageLayout.for_specs(list_stored_specs(paged), batching.page)
         self.pages = self._num_affordable_pages(like)
         self.pool = PagePool(paged, pages=self.pages, page=batching.page, dtype=like.dtype, device=like.device)
         self.pool.reserve(self.pages)
