@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import headwise as hw
-from headwise.cli import main
+from headwise.cli import main, train
 from headwise.costs import count_parameters
 from headwise.data import make_task
 from headwise.files import read_lines
@@ -232,3 +232,9 @@ def test_ctrl_c_saves_the_current_step_and_prints_how_to_resume(
     code, out, err = trained(capsys, *result, "--resume", "--json")
     assert (code, json.loads(out)["steps"]) == (0, 3)
     assert "from step 1 on" in err
+
+
+def test_numbers_of_the_result_are_in_one_column():
+    metrics = {"loss": 3.25, "accuracy@distance<=16": 0.5, "exact_match@block=20": 12.5}
+    lines = train._format_result({"task": "copy", "steps": 3, "seconds": 1.0, "metrics": metrics}, "runs").splitlines()
+    assert len({len(line) for line in lines[1:]}) == 1

@@ -223,7 +223,9 @@ def test_the_report(finished: tuple[StudyResults, StudyReport, Path]):
 
 
 def test_plan_and_budget(study: Study):
-    plan = plan_study(study, ProcessEngine(IN_THIS_PROCESS))
+    lines: list[str] = []
+    plan = plan_study(study, ProcessEngine(IN_THIS_PROCESS), lines.append)
+    assert [line.split()[0] for line in lines] == ["starting", *["timing"] * len(plan.prices)]
     assert plan.num_cells == 13
     assert all(price.seconds and price.seconds > 0 for price in plan.prices)
     assert plan.prices[0].flops == 6 * plan.prices[0].size.step_flops

@@ -335,6 +335,7 @@ def _load_weights(path: Path, task: Task, recipe: Recipe) -> Transformer:
 
 
 def _format_result(data: Mapping[str, Any], out: str) -> str:
-    scores = [f"  {name:<20}{value:>10.4f}" for name, value in data["metrics"].items()]
+    width = max([20, *map(len, data["metrics"])])
+    scores = [f"  {name:<{width}}{value:>10.4f}" for name, value in data["metrics"].items()]
     summary = f"{data['task']}: {data['steps']} steps in {data['seconds']:.0f} s, saved in {out}"
     return "\n".join([summary, *scores])

@@ -85,8 +85,9 @@ def plan_study(study: Study, engine: ProcessEngine, progress: Callable[[str], ob
     trials = {(variant.name, task.name): _trial_cell(grid, variant.name, task.name) for variant, task in grid.pairs}
     timings: dict[str, Mapping[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="headwise-plan-") as folder, engine:
+        progress("starting the processes")
         for _ in engine.run(_warm_up_cells(grid, engine.jobs), Path(folder)):
-            progress("starting the processes")
+            pass
         for number, (cell, result) in enumerate(engine.run(list(trials.values()), Path(folder)), 1):
             timings[cell.id] = result
             progress(f"timing {number}/{len(trials)}  {cell.task}  {cell.variant}")

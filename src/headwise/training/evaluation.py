@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -105,10 +106,12 @@ class Evaluation:
 
     def __str__(self) -> str:
         columns = {"the task": self.metrics, **{f"length {length}": row for length, row in self.by_length.items()}}
-        lines = ["".ljust(20) + "".join(label.rjust(14) for label in columns)]
-        for name in dict.fromkeys(name for row in columns.values() for name in row):
+        names = list(dict.fromkeys(name for row in columns.values() for name in row))
+        width = max([20, *map(len, names)])
+        lines = ["".ljust(width) + "".join(label.rjust(14) for label in columns)]
+        for name in names:
             cells = (f"{row[name]:.4f}" if name in row else "-" for row in columns.values())
-            lines.append(name.ljust(20) + "".join(cell.rjust(14) for cell in cells))
+            lines.append(name.ljust(width) + "".join(cell.rjust(14) for cell in cells))
         return "\n".join(lines)
 
 
@@ -184,7 +187,24 @@ def average_metrics(parts: Iterable[MetricSums]) -> dict[str, float]:
     >>> average_metrics([{"accuracy": (3.0, 4)}, {"accuracy": (1.0, 1), "never": (0.0, 0)}])
     {'accuracy': 0.8}
     """
-    return {name: total / count for name, (total, count) in sum_metrics(parts).items() if count}
+    sums = sum_metrics(parts)
+    return {name: sums[name][0] / sums[name][1] for name in order_slices(list(sums)) if sums[name][1]}
+
+
+def order_slices(names: Sequence[str]) -> list[str]:
+    """Names of metrics in their order, each followed by its slices, by number: batches may have them in any order.
+
+    >>> order_slices(["loss", "accuracy", "accuracy@length=12", "accuracy@length=8", "bleu"])
+    ['loss', 'accuracy', 'accuracy@length=8', 'accuracy@length=12', 'bleu']
+    """
+    metrics = list(dict.fromkeys(name.partition("@")[0] for name in names))
+
+    def place(name: str) -> tuple[int, str, int]:
+        metric, _, label = name.partition("@")
+        numbered = re.fullmatch(r"(\D*)(\d+)", label)
+        return metrics.index(metric), numbered[1] if numbered else "", int(numbered[2]) if numbered else 0
+
+    return sorted(names, key=place)
 
 
 # --- Texts that a model generates while it is trained ------------------------------------------------------
