@@ -150,7 +150,7 @@ class TokenCache(ABC):
 class KVCache(TokenCache):
     """Past tokens of one attention layer, created by `layer.cache(...)` and passed to the layer as `cache=`.
 
-    `append` stores new tokens.
+    The layer passes the kv entry of new tokens to `extend`, which stores it and returns what their queries attend to.
     """
 
     def __init__(self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -247,7 +247,7 @@ def why_main(argv: list[str]) -> int:
     """Print the chosen backend, and for each other one its reasons to refuse."""
     parser = CommandParser(
         "why",
-        "Show which backend would run a spec, and why each other backend refuses. Runs nothing and needs no device.",
+        "Show which backend would run a spec, and why the others would not. Runs nothing and needs no device.",
         "headwise why gqa --device cuda --dtype bf16 --want weights",
         "headwise why mla --tokens one --when paged",
     )

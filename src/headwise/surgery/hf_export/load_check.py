@@ -26,7 +26,8 @@ INPUT_LENGTH = 9
 FIRST_TOKEN = 3  # smaller ids are often padding, begin and end of text
 TIMEOUT_SECONDS = 900
 
-# Script of that process. Arguments: folder, file of inputs and outputs, file of candidate changes, tried in order.
+# Script of the process that loads the folder. Arguments: folder, file of inputs and outputs, and file of candidate
+# changes, which are tried in order.
 DRIVER = """
 import importlib.util, json, pathlib, sys
 sys.modules["headwise"] = None
@@ -96,8 +97,8 @@ def check_load(
     reloaded = load_transformers_folder(folder)
     if changed := _find_changed_tensor(reloaded, form):
         raise SpecError(f"{changed} differs after reading the folder back")
-    expected = _expected_outputs(_to_float32(net, next(reloaded.parameters()).dtype))
-    for name, output in _expected_outputs(reloaded.float()).items():
+    expected = _sample_inputs_and_outputs(_to_float32(net, next(reloaded.parameters()).dtype))
+    for name, output in _sample_inputs_and_outputs(reloaded.float()).items():
         if not bool(((output - expected[name]).abs() <= TOLERANCE * expected[name].abs().max().clamp(min=1)).all()):
             raise SpecError("outputs differ after reading the folder back")
     del reloaded
@@ -149,7 +150,7 @@ def _to_float32(net: Transformer, dtype: torch.dtype) -> Transformer:
     return copy.eval()
 
 
-def _expected_outputs(net: Transformer) -> dict[str, Tensor]:
+def _sample_inputs_and_outputs(net: Transformer) -> dict[str, Tensor]:
     """Return sample inputs under the names of transformers, and the model's outputs for them."""
     generator = torch.Generator().manual_seed(0)
     first, last = net.spec.stacks[0], net.spec.stacks[-1]
