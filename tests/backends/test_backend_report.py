@@ -62,6 +62,38 @@ def test_a_decode_step_runs_the_reported_backend(name: str, chosen: list[ModuleT
     assert reported_backends(why(spec, tokens=hw.CallSize(cases.BATCH, 1, 1, 1))) == chosen
 
 
+@pytest.mark.parametrize("name", cases.EXAMPLES)
+def test_a_layer_explains_its_own_call(name: str, chosen: list[ModuleType]):
+    spec = cases.as_causal(cases.EXAMPLES[name])
+    layer = hw.Attention(spec).eval()
+    x, _ = cases.tensors(spec, torch.float32)
+    cache = layer.cache(batch=cases.BATCH, capacity=19)
+    with torch.no_grad():
+        for tokens in (x[:, :3], x[:, 3:4]):
+            report = layer.why(tokens, cache=cache)
+            assert report.call.size is not None
+            assert report.call.size.queries == tokens.shape[1]
+            assert chosen == reported_backends(report)
+            chosen.clear()
+            layer(tokens, cache=cache)
+            assert chosen == reported_backends(report)
+            chosen.clear()
+
+
+def test_a_mask_in_the_tensors_is_a_reason():
+    """Padding inside a row breaks the range of keys of a query, which only the tensors tell."""
+    layer, sequence = (
+        hw.Attention(hw.design(model=16, heads=2)).eval(),
+        hw.SequenceInfo.contiguous(0, 100, torch.device("cpu")),
+    )
+    gap = hw.SequenceInfo(sequence.position, torch.where(sequence.position == 50, -1, 0).long())
+    with torch.no_grad():
+        assert layer.why(torch.randn(1, 100, 16)).backend == "flash_cpu"
+        report = layer.why(torch.randn(1, 100, 16), sequence=gap)
+    assert report.backend != "flash_cpu"
+    assert len(report.reasons_against["flash_cpu"]) == 1
+
+
 def test_the_report_names_the_form_for_a_single_query():
     report = why(hw.design(preset="mla"))
     assert report.call.form == ""

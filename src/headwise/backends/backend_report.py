@@ -16,12 +16,20 @@ from ..kernels.launch import kernel_problem
 from ..machine.capabilities import this_machine
 from ..machine.takeover_points import current_points, machine_notes, takeover_size
 from ..masking.pattern_base import describe_heads
+from ..masking.sequence_info import AttentionMask
 from ..spec.attention_spec import AttentionSpec
 from ..translation.language import localise
 from ..translation.terminal_text import label_cell, paragraph, text_width
 from . import varlen
-from .core_interface import CallSignature
-from .dispatch import MAX_DENSE_LENGTH, never_preferred_reasons, slower_reasons_by_backend
+from .core_interface import CallSignature, CoreInputs
+from .dispatch import (
+    MAX_DENSE_LENGTH,
+    CoreDispatch,
+    PackedDispatch,
+    never_preferred_reasons,
+    slower_reasons_by_backend,
+)
+from .head_groups import HeadGroupDispatch
 
 DTYPES = {
     "float32": torch.float32,
@@ -203,16 +211,38 @@ def why(
     )
 
 
+def explain_call(
+    dispatch: CoreDispatch | PackedDispatch | HeadGroupDispatch,
+    call: CallSignature,
+    attention_mask: AttentionMask,
+    inputs: CoreInputs,
+) -> BackendReport:
+    """The report of a call whose tensors are known; `Attention.why` collects them."""
+    queries = inputs.q.shape[1]
+    size, kind = (
+        CallSize(inputs.q.shape[0], queries, queries, attention_mask.keys.count),
+        "one" if queries == 1 else "many",
+    )
+    report = _signature_report(call, kind, size)
+    if isinstance(dispatch, CoreDispatch):
+        report = replace(report, reasons_against=dispatch.reasons_against(attention_mask, inputs))
+    return BackendReport(call.spec, report, _call_report(call, "one" if kind == "many" else "many", None))
+
+
 def _call_report(call: CallSignature, tokens: str, size: CallSize | None) -> CallReport:
     spec, single = call.spec, tokens == "one"
-    project = spec.projection_form(single)
     call = replace(
         call,
-        core=spec.core_of(project) if call.head_group is None else call.core,
+        core=spec.core_of(spec.projection_form(single)) if call.head_group is None else call.core,
         single_query=single,
         has_recurrent_state=single and spec.is_recurrent,
         is_packed=call.is_packed and not single,
     )
+    return _signature_report(call, tokens, size)
+
+
+def _signature_report(call: CallSignature, tokens: str, size: CallSize | None) -> CallReport:
+    spec, project = call.spec, call.spec.projection_form(call.single_query)
     reasons = backends.unsupported_reasons_by_backend(call)
     slower = (
         {name: never_preferred_reasons(name, call) for name in reasons}

@@ -112,6 +112,21 @@ class CoreDispatch:
             conflicts[name] = reasons
         raise NoBackend(_refusal(conflicts, self.is_named_by_caller))
 
+    def reasons_against(self, attention_mask: AttentionMask, inputs: CoreInputs) -> dict[str, list[str]]:
+        """Why each backend does not run these tensors; no reasons for the one that does, and for those behind it."""
+        selected, names = self.select(attention_mask, inputs), preference_order(self.signature)
+        if self.is_named_by_caller:
+            return {name: [] if name == selected else [f"the layer names {selected}"] for name in names}
+        batch, queries, keys = *inputs.q.shape[:2], attention_mask.keys.count
+        size = self._decisive_size(CallSize(batch, queries, 0, keys))
+        shape = "any" if size is LONGEST else "" if self.signature.single_query else attention_mask.shape
+        return {
+            name: _unique_reasons(name, self.signature)
+            or BACKENDS[name].slower_reasons(self.signature, size, shape)
+            or (BACKENDS[name].tensor_conflicts(self.signature, attention_mask, inputs) if name != selected else [])
+            for name in names
+        }
+
     def select_for_size(self, size: CallSize) -> str:
         """The name of the backend that a call of this size runs on, as far as the size decides it."""
         if self.is_named_by_caller:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from .. import backends
 from ..backends import CoreInputs, CoreSteps, HeadsKV
+from ..backends.backend_report import BackendReport, explain_call
 from ..cache import HeadGroupCache, KVCache, KVEntry, ProjectedSource, RecurrentStateCache
 from ..interfaces import Mix
 from ..interfaces.core_types import PartParams, Probe, QueryContext
@@ -175,6 +176,35 @@ class Attention(HasParallelContext, nn.Module):
     def attend(self, call: PlannedCall, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
         """The core (steps 3 to 8), o [B, T, R, vdim], on the backend that `plan.dispatch` selects for these tensors."""
         return call.plan.dispatch.attend(attention_mask, inputs, self.parts.core_steps, call.probe)
+
+    def why(
+        self,
+        x: Tensor,
+        *,
+        source: Tensor | ProjectedSource | None = None,
+        cache: KVCache | None = None,
+        sequence: SequenceInfo | None = None,
+        mask: Tensor | None = None,
+        probe: Probe | None = None,
+    ) -> BackendReport:
+        """Which backend runs this call, and why the others do not. Runs it, with a copy of the cache.
+
+        >>> import headwise as hw
+        >>> layer = hw.Attention(hw.design(model=8, heads=4, kv=2), backend="sdpa")
+        >>> report = layer.why(torch.randn(1, 5, 8))
+        >>> report.backend, report.reasons_against["dense"]
+        ('sdpa', ['the layer names sdpa'])
+        """
+        reports: list[BackendReport] = []
+
+        def attend(call: PlannedCall, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
+            reports.append(explain_call(call.plan.dispatch, call.plan.signature, attention_mask, inputs))
+            return self.attend(call, attention_mask, inputs)
+
+        observed = copy.copy(self)
+        observed.attend = attend
+        observed(x, source=source, cache=copy.deepcopy(cache), sequence=sequence, mask=mask, probe=probe)
+        return reports[0]
 
     def merge_heads(self, o_BTOV: Tensor) -> Tensor:
         """y [B, T, model] from head outputs, summed over tensor-parallel ranks."""

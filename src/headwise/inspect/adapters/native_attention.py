@@ -3,7 +3,7 @@
 The forward of `nn.MultiheadAttention` passes the weight of the output projection to a function, so a hook on that
 projection never runs; and a whole encoder layer may use a fast path that calls no forward at all. While hooks are
 active, the function gets an identity matrix in place of the projection, the hooks run on the head outputs, and these
-are then projected. The fast path is disabled meanwhile. `hw.Attention` is hooked by its probe, and by its method `attend`.
+are then projected. The fast path is disabled meanwhile. `hw.Attention` is hooked by its probe and its method `attend`.
 """
 
 from __future__ import annotations
