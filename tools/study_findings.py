@@ -25,6 +25,7 @@ from headwise.studies.study_runner import run_study
 ROOT = Path(__file__).resolve().parents[1]
 FINDINGS = ROOT / "docs" / "findings"
 SCALE, JOBS = "page", 1
+ABOUT_DECODING = ("attention-vs-rnn-vs-conv",)  # studies whose page shows decode times
 PAGE = """# Study: {name}
 
 {hypothesis}
@@ -72,6 +73,8 @@ def write_page(name: str, runs: Path) -> Path:
     tables = [
         table for task in study.tasks.values() for table in (report.score_table(task), *list_task_details(report, task))
     ]
+    if name in ABOUT_DECODING and (decoding := report.decode_table()) is not None:
+        tables.append(decoding)
     page = PAGE.format(
         name=name,
         jobs=JOBS,
