@@ -1,18 +1,27 @@
-"""Cells on Ray: the same bytes as the local engine, on a cluster of two nodes whose worker is killed; refusals."""
+"""Cells and heads on Ray: the figures of one process, on a cluster of two nodes whose workers are killed; refusals."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import headwise as hw
+from headwise.bench.session import use_threads
 from headwise.cli import main
+from headwise.data import make_task
 from headwise.errors import SpecError
-from headwise.studies import ray_engine
+from headwise.head_analysis.annotated_examples import Example, examples_from_task
+from headwise.head_analysis.head_measurement import MeasureOptions, MetricSums, measure_heads, sum_examples
+from headwise.studies import ray_engine, ray_heads
+from headwise.studies.cell_heads import LayerDiversity
 from headwise.studies.process_engine import ProcessEngine
 from headwise.studies.ray_engine import RayEngine
+from headwise.studies.ray_heads import SHARD_SIZE, RayHeads
 from headwise.studies.study_file import Study, parse_study
 from headwise.studies.study_runner import RESULTS_FILE, run_study
 from support import dying_cells
@@ -57,6 +66,67 @@ def test_two_nodes_and_a_killed_worker_give_the_bytes_of_the_local_engine(
     assert len(list(tmp_path.glob("died-*"))) == len(study.seeds)  # every cell lost its first worker
     run_study(study, tmp_path / "local", ProcessEngine(0))
     assert (tmp_path / "ray" / RESULTS_FILE).read_bytes() == (tmp_path / "local" / RESULTS_FILE).read_bytes()
+
+
+def make_heads() -> tuple[hw.Transformer, list[Example]]:
+    task = make_task("copy", symbols=11, block=(3, 7), gap=(0, 2))
+    net = hw.build(task.model(), seed=5).eval()
+    return net, examples_from_task(net, task, 2 * SHARD_SIZE + 3).examples_with_frequencies()
+
+
+@pytest.mark.lengthy
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_heads_of_shards_whose_workers_die_are_those_of_one_process(
+    two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ray_heads, "sum_shard_elsewhere", dying_cells.sum_or_die_elsewhere)
+    net, examples = make_heads()
+    counts: list[int] = []
+    on_ray = measure_heads(net, examples, options=MeasureOptions(engine=RayHeads(two_nodes)), progress=counts.append)
+    assert len(list(tmp_path.glob("died-*"))) == 3  # every shard lost its first worker
+    assert counts == [SHARD_SIZE, 2 * SHARD_SIZE, len(examples)]
+    with use_threads(1):
+        local = measure_heads(net, examples)
+    assert json.dumps(on_ray.data) == json.dumps(local.data)  # bit for bit
+
+
+def test_merged_sums_do_not_depend_on_the_shards():
+    net, examples = make_heads()
+    options = MeasureOptions()
+    whole = sum_examples(net, examples, options)
+    merged = MetricSums(whole.metrics)
+    for first in range(0, len(examples), 4):
+        shard = examples[first : first + 4]
+        merged.append(sum_examples(net, shard, options).sums_by_example, len(shard))
+    assert merged.num_examples == whole.num_examples == len(examples)
+    assert merged.sums_by_example.keys() == whole.sums_by_example.keys()
+    for key, sums in whole.sums_by_example.items():
+        for one, other in zip(sums, merged.sums_by_example[key], strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    engine = measure_heads(net, examples, options=options._replace(engine=lambda *_: merged))
+    assert json.dumps(engine.data) == json.dumps(measure_heads(net, examples).data)
+
+
+def test_heads_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    net, examples = make_heads()
+    hw.save(net, tmp_path / "net")
+    (tmp_path / "texts.txt").write_text("1 2 3\n")
+    command = ["heads", str(tmp_path / "net"), "--data", str(tmp_path / "texts.txt")]
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    for wrong, words in [
+        (["--address", "host:6379"], "--address host:6379 belongs to --engine ray"),
+        (["--engine", "mpi"], "'mpi' is unknown; give one of 'local', 'ray'"),
+    ]:
+        assert main([*command, *wrong]) == 2
+        assert words in capsys.readouterr().err
+    parsed = ["heads", str(tmp_path / "net"), "--conllu", str(tmp_path / "texts.txt"), "--engine", "ray"]
+    assert main(parsed) == 2
+    assert "without dependencies and alignments" in capsys.readouterr().err
+    with pytest.raises(SpecError, match=r"needs Ray; pip install 'headwise\[ray\]', or use --engine local"):
+        RayHeads()
+    options = MeasureOptions(engine=lambda *_: MetricSums([]))
+    with pytest.raises(ValueError, match="are measured in one process; leave the engine out"):
+        measure_heads(net, examples, options=options, collectors=[LayerDiversity()])
 
 
 def test_refusals(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

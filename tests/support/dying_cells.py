@@ -8,8 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Never
 
+from torch import nn
+
+from headwise.head_analysis.annotated_examples import Example
+from headwise.head_analysis.head_measurement import MeasureOptions
 from headwise.studies import process_engine
 from headwise.studies.ray_engine import run_cell_elsewhere
+from headwise.studies.ray_heads import SumsByExample, sum_shard_elsewhere
 from headwise.studies.run_cell import run_cell
 
 MARKERS = "HEADWISE_TEST_MARKERS"
@@ -33,6 +38,17 @@ def run_or_die_elsewhere(config: Mapping[str, Any], part_files: Sequence[str]) -
         marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return run_cell_elsewhere(config, part_files)
+
+
+def sum_or_die_elsewhere(
+    model: nn.Module, examples: Sequence[Example], options: MeasureOptions, part_files: Sequence[str]
+) -> SumsByExample:
+    """Measure a shard of texts in a worker of Ray, but end the process the first time; `MARKERS` counts them."""
+    marker = Path(os.environ[MARKERS]) / f"died-{'-'.join(map(str, examples[0].inputs['x'][0].tolist()))}"
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sum_shard_elsewhere(model, examples, options, part_files)
 
 
 def die_before_the_cell(*_: object) -> Never:

@@ -303,6 +303,13 @@ def _add_expert_arguments(parser: CommandParser) -> None:
         metavar="NAME",
         help="definitions of the head classes: ours, untested (ours without the test), clark or voita",
     )
+    expert.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="where texts are measured: local: in this process; ray: on a cluster of several machines",
+    )
+    expert.add_argument("--address", default="", metavar="HOST:PORT", help="Ray cluster (default: start one here)")
     expert.add_argument("--resamples", type=int, default=1000, metavar="COUNT", help="bootstrap resamples")
     expert.add_argument("--seed", type=int, default=0, metavar="INT", help="random seed")
     expert.add_argument(
@@ -342,7 +349,15 @@ def _check_arguments(args: argparse.Namespace, parser: CommandParser) -> None:
     check_positive("--budget", args.budget)
     if _parse_head_pair(args.pair) and args.out is None:
         raise UsageError("--pair needs a folder for the figure; add --out DIR")
+    _check_engine(args)
     _check_drawing(args)
+
+
+def _check_engine(args: argparse.Namespace) -> None:
+    if args.address and args.engine != "ray":
+        raise UsageError(f"--address {args.address} belongs to --engine ray; give both, or leave it out")
+    if args.engine == "ray" and not args.conllu is args.align_files is args.task is None:
+        raise UsageError("--engine ray measures texts and images without dependencies and alignments; leave it out")
 
 
 def _check_image_arguments(args: argparse.Namespace) -> None:
@@ -432,6 +447,10 @@ def _measure_model(
     kind = "texts" if args.images is None else "images"
     options = MeasureOptions(num_resamples=args.resamples, seed=args.seed, sites=site_names)
     options = options if args.images is None else options._replace(metrics=IMAGE_METRICS)
+    if args.engine == "ray":
+        from ..studies.ray_heads import RayHeads
+
+        options = options._replace(engine=RayHeads(args.address))
     convention = "clark" if args.criteria == "clark" else "ours"
     has_links = args.align_files is not None or args.task is not None
     collectors = (

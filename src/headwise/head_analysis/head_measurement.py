@@ -60,6 +60,7 @@ class MetricSums:
 
     def __init__(self, metrics: Sequence[HeadMetric]) -> None:
         self.metrics = metrics
+        self.num_examples = 0
         self.sums_by_example: dict[tuple[str, str, str], list[TextSums]] = {}
         self._open: dict[tuple[str, str, str], TextSums] = {}
         self._recent_uniform: list[tuple[Any, torch.Tensor, dict[str, TextSums]]] = []
@@ -114,6 +115,13 @@ class MetricSums:
         for key, totals in self._open.items():
             self.sums_by_example.setdefault(key, []).append(totals)
         self._open, self._recent_uniform = {}, []
+        self.num_examples += 1
+
+    def append(self, sums_by_example: Mapping[tuple[str, str, str], list[TextSums]], num_examples: int) -> None:
+        """Append the sums of further examples, as another process computed them."""
+        for key, sums in sums_by_example.items():
+            self.sums_by_example.setdefault(key, []).extend(sums)
+        self.num_examples += num_examples
 
 
 def _to_numpy(sums_and_counts: tuple[torch.Tensor, torch.Tensor]) -> TextSums:
@@ -121,9 +129,17 @@ def _to_numpy(sums_and_counts: tuple[torch.Tensor, torch.Tensor]) -> TextSums:
     return sums, counts
 
 
+class ExampleEngine(Protocol):
+    """Interface of engines that compute the metrics of examples elsewhere, and return their sums in order."""
+
+    def __call__(
+        self, model: nn.Module, examples: Iterable[Example], options: MeasureOptions, progress: Callable[[int], object]
+    ) -> MetricSums: ...
+
+
 class MeasureOptions(NamedTuple):
     """Options of `measure_heads`: metric names, bootstrap resamples and their seed, and `units`, "tokens" or
-    "words"; and at which sites, by name (empty: all that can be observed).
+    "words"; and at which sites, by name (empty: all that can be observed). `engine` runs the examples elsewhere.
     """
 
     metrics: tuple[str, ...] = tuple(HEAD_METRICS)
@@ -131,6 +147,7 @@ class MeasureOptions(NamedTuple):
     seed: int = 0
     units: str = "tokens"
     sites: tuple[str, ...] = ()
+    engine: ExampleEngine | None = None
 
 
 def measure_heads(
@@ -150,8 +167,38 @@ def measure_heads(
     """
     if options.units not in TOKEN_UNITS:
         raise ValueError(f"unknown units={options.units!r}; {suggest(options.units, TOKEN_UNITS)}")
+    if options.engine is not None and collectors:
+        raise ValueError("dependencies and alignments are measured in one process; leave the engine out")
+    sites, streams = _select_sites(model, options)
+    marked = mark_first_token_sinks(model, sites, streams, examples)
+    if options.engine is not None:
+        metric_sums = options.engine(model, marked.examples, options, progress)
+    else:
+        metric_sums = sum_examples(model, marked.examples, options, collectors, progress)
+    count = metric_sums.num_examples
+    if count < 2:
+        raise ValueError(f"cannot compute confidence intervals from {count} texts; give at least two")
+    resamples = draw_resamples(count, options.num_resamples, options.seed)
+    collected = [collector.measures(resamples) for collector in collectors]
+    heads = [_with_measures(head, collected) for site in sites for head in _site_heads(site, metric_sums, resamples)]
+    return HeadTable(name or type(model).__name__, f"{count} texts", tuple(heads), marked.notes)
+
+
+def _select_sites(model: nn.Module, options: MeasureOptions) -> tuple[list[SiteModule], Mapping[str, tuple[str, str]]]:
+    """The sites to measure, and the streams of their queries and keys by site name."""
     sites = [site for site in require_ability(model, "observe") if not options.sites or site.site.name in options.sites]
-    streams = {site.site.name: get_streams(site.site, is_encoder_decoder(model)) for site in sites}
+    return sites, {site.site.name: get_streams(site.site, is_encoder_decoder(model)) for site in sites}
+
+
+def sum_examples(
+    model: nn.Module,
+    examples: Iterable[Example],
+    options: MeasureOptions,
+    collectors: Sequence[MeasureCollector] = (),
+    progress: Callable[[int], object] = lambda _: None,
+) -> MetricSums:
+    """Sums of every metric over examples whose first tokens are marked, one entry for each example, in their order."""
+    sites, streams = _select_sites(model, options)
     metric_sums = MetricSums([get_metric(metric) for metric in options.metrics])
     words = WordBandMerger(metric_sums.add_band)
     own_callback = words.add_band if options.units == "words" else metric_sums.add_band
@@ -161,21 +208,14 @@ def measure_heads(
         for callback in callbacks:
             callback(site, band)
 
-    marked = mark_first_token_sinks(model, sites, streams, examples)
-    count = 0
-    for count, example in enumerate(marked.examples, 1):
+    for count, example in enumerate(examples, 1):
         for collector in collectors:
             collector.start_example(example)
         stream_weight_bands(model, sites, example, streams, on_band)
         for receiver in (metric_sums, words, *collectors):
             receiver.finish_example()
         progress(count)
-    if count < 2:
-        raise ValueError(f"cannot compute confidence intervals from {count} texts; give at least two")
-    resamples = draw_resamples(count, options.num_resamples, options.seed)
-    collected = [collector.measures(resamples) for collector in collectors]
-    heads = [_with_measures(head, collected) for site in sites for head in _site_heads(site, metric_sums, resamples)]
-    return HeadTable(name or type(model).__name__, f"{count} texts", tuple(heads), marked.notes)
+    return metric_sums
 
 
 def _with_measures(

@@ -8,7 +8,7 @@ In reading order:
 - `cells` lists the training runs (cells) of a study; `run_cell` is one of them, on any engine; `cell_heads` summarises
   what the heads of its model do, `model_edits` tests the model again without some heads or with shared ones;
 - `process_engine` runs cells in a pool of processes, `ray_engine` on several machines; `study_runner` chooses learning
-  rates, then runs the report seeds;
+  rates, then runs the report seeds; `ray_heads` measures the heads of any model on several machines;
 - `study_plan` prices every cell before anything runs;
 - `seed_statistics` compares variants: paired differences, intervals, corrected p values, success rates;
 - `decode_times` measures decoding against the context;

@@ -36,10 +36,10 @@ class RayEngine:
         if address and jobs is not None:
             raise SpecError(f"the cluster at {address} has its own number of processors; leave --jobs {jobs} out")
         self.address, self.jobs = address, jobs
-        self._ray = _import_ray()
+        self.ray = _import_ray()
 
     def __enter__(self) -> Self:
-        ray = self._ray
+        ray = self.ray
         size = {} if self.address else {"num_cpus": self.jobs or this_machine().usable_processors}
         try:
             ray.init(
@@ -58,11 +58,11 @@ class RayEngine:
 
     def __exit__(self, *_: object) -> None:
         """Disconnect; a cluster that was started here ends, and with it the tasks that still run."""
-        self._ray.shutdown()
+        self.ray.shutdown()
 
     def run(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
         """Run the cells; yields each with its result, finished ones first."""
-        ray = self._ray
+        ray = self.ray
         run_remotely = ray.remote(num_cpus=1, max_retries=MAX_ATTEMPTS - 1)(run_cell_elsewhere)
         tasks: dict[Any, Cell] = {}
         for cell in cells:
@@ -77,9 +77,9 @@ class RayEngine:
 
     def _receive(self, task: Any, folder: Path) -> Mapping[str, Any]:
         """The result of a task that has ended, written to the folder of its cell."""
-        errors = self._ray.exceptions
+        errors = self.ray.exceptions
         try:
-            result = self._ray.get(task)
+            result = self.ray.get(task)
         except errors.OutOfMemoryError:
             result = {"status": "out of memory", "message": "Ray ended its process to free memory", "timing": {}}
         except (errors.WorkerCrashedError, errors.NodeDiedError, errors.ObjectLostError):
