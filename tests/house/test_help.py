@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -25,19 +26,24 @@ class ParserBuiltError(SystemExit):
         self.parser = parser
 
 
-@pytest.fixture(params=COMMANDS)
-def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CommandParser:
-    """The parser of each command, at 80 columns."""
+def build_parser(command: str) -> CommandParser:
+    """The parser of a command."""
 
     def stop(self: CommandParser, *_: object) -> None:
         raise ParserBuiltError(self)
 
-    monkeypatch.setenv("COLUMNS", str(MAX_COLUMNS))
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CommandParser, "parse_known_args", stop)
         with pytest.raises(ParserBuiltError) as caught:
-            cli.main(request.param.split())
+            cli.main(command.split())
     return caught.value.parser
+
+
+@pytest.fixture(params=COMMANDS)
+def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CommandParser:
+    """The parser of each command, at 80 columns."""
+    monkeypatch.setenv("COLUMNS", str(MAX_COLUMNS))
+    return build_parser(request.param)
 
 
 def options(parser: CommandParser) -> list[argparse.Action]:
@@ -124,6 +130,23 @@ def test_two_examples_parse(parser: CommandParser):
         assert example.startswith(f"headwise {parser.prog.split()[1]}")
         words = shlex.split(example.partition(" < ")[0])[2:]
         assert parser.parse_known_args(words)[1] == []
+
+
+ROOT = Path(__file__).resolve().parents[2]
+TYPED = re.compile(r"^(?:    )?(?:\$ )?headwise ([a-z]+(?: .*)?)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_commands_of_the_documents_have_options_that_exist(command: str):
+    """Except those of docs/errors.md, which are wrong on purpose; files of --import are left out."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    texts = [page.read_text("utf-8").replace("\\\n", " ") for page in pages if page.name != "errors.md"]
+    lines = sorted({line for text in texts for line in TYPED.findall(text) if line.split()[0] == command})
+    assert lines
+    for line in lines:
+        words = shlex.split(re.sub(r" --import \S+| [<>|#] .*| \.\.\.", "", line))[1:]
+        parser = build_parser("prune --sweep" if "--sweep" in words else command)
+        assert parser.parse_known_args(words)[1] == [], line
 
 
 WRONG = {
