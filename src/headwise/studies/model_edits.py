@@ -104,11 +104,11 @@ def describe_edits(edits: Mapping[str, ModelEdit]) -> str:
     """One sentence for each edit, about the heads that it changes and the training after it.
 
     >>> describe_edits({"half": ModelEdit("prune", share=0.5, ranking="michel", steps=100)})
-    'half: 50 % of the heads pruned, the last by michel, then 100 training steps.'
+    'half: 50 % of the heads pruned, the least important by michel, then 100 training steps.'
     """
     sentences: list[str] = []
     for name, edit in edits.items():
-        chosen = "chosen at random" if edit.ranking == "random" else f"the last by {edit.ranking}"
+        chosen = "chosen at random" if edit.ranking == "random" else f"the least important by {edit.ranking}"
         text = {
             "ablate": f"{_amount(edit)} replaced ({edit.mode}), {chosen}",
             "prune": f"{edit.share:.0%} of the heads pruned, {chosen}",
