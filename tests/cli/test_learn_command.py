@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from headwise import cli
 from headwise.learn.catalogue import load_documents, load_entries
+from headwise.translation.language import use_language
+
+WITH_FIGURES = {"000-1.2.3", "002-2.3c", "002-2.4", "002-2.6h", "002-2.6l", "002-3.2", "002-4.1", "003-2.2", "003-4.3d"}
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -103,5 +108,18 @@ def test_pages_are_complete_and_offline(tmp_path: Path, capsys: pytest.CaptureFi
     page.feed((tmp_path / "003.html").read_text())
     assert page.articles == [entry.id for entry in load_documents(["003"])[0].entries]
     assert page.addresses == [f"#{id}" for id in page.articles]
-    assert page.figures >= 1
-    assert "<script" not in (tmp_path / "003.html").read_text()
+    assert page.figures >= 2
+    text = (tmp_path / "003.html").read_text()
+    assert "<script" not in text
+    assert all(f">{label}</text>" in text for label in ("3 掩码", "随机特征数 m", "相对误差"))
+
+
+def test_every_figure_is_chinese():
+    with use_language("zh"):
+        entries = [entry for entry in load_entries() if entry.run is not None and entry.id in WITH_FIGURES]
+        figures = {entry.id: entry.run().figure for entry in entries}
+    assert all(figures.values())
+    for id, figure in figures.items():
+        labels = [html.unescape(text) for text in re.findall(r"<(?:text|title)[^>]*>([^<]*)<", figure)]
+        words = [text for text in labels if re.search("[a-z]{3,} [a-z]{3,}", text) or text in ("query", "key", "class")]
+        assert words == [], id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from headwise.head_analysis.head_similarity import PlaneEmbedding
 from headwise.head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure, locate_head
 from headwise.head_analysis.picture_examples import PictureMaker, find_cells, score_cells
 from headwise.inspect.trace_capture import trace
+from headwise.translation.language import use_language
 from support import handset_heads as handmade
 from support.number_examples import make_examples, small_gpt2
 
@@ -81,6 +83,7 @@ def embedding(count: int) -> PlaneEmbedding:
     return PlaneEmbedding(np.random.default_rng(3).normal(size=(count, 2)) * scale[:, None], 0.21)
 
 
+RELATIONS = "the top head of each dependency relation", "the dependencies of the relation"
 LONG_TITLE = "alignment 0.53: model.decoder.layers.11.encoder_attn 11"
 FIGURES: dict[str, Callable[[FigureTheme], Figure]] = {
     "grid": lambda theme: head_figures.draw_head_grid(table(), theme),
@@ -91,17 +94,17 @@ FIGURES: dict[str, Callable[[FigureTheme], Figure]] = {
     "importance": lambda theme: head_figures.draw_importance_curve(
         [f"{head.site} {head.head}" for head in table().heads],
         [(1e-6 * n, 1e-6 * (n - 5), 1e-6 * (n + 5)) for n in range(72)],
-        f"{MODEL}: importance of every head for translation",
+        f"{MODEL}: importance of every head for translation, 9 texts",
         theme,
         axis_label="importance by leave-one-out",
     ),
     "map": lambda theme: head_figures.draw_head_map(table(), embedding(72), theme),
     "small map": lambda theme: head_figures.draw_head_map(table(1, 3, "a"), embedding(3), theme),
-    "gallery": lambda theme: draw_gallery([picture(LONG_TITLE)] * 7, f"{MODEL}: all classes", theme, "pairs"),
-    "one picture": lambda theme: draw_gallery([picture(LONG_TITLE, 6, 6)], f"{MODEL}: all relations", theme),
+    "gallery": lambda theme: draw_gallery([picture(LONG_TITLE)] * 7, f"{MODEL}: {RELATIONS[0]}", theme, RELATIONS[1]),
+    "one picture": lambda theme: draw_gallery([picture(LONG_TITLE, 6, 6)], f"{MODEL}: {RELATIONS[0]}", theme),
     "head": lambda theme: draw_head(picture(LONG_TITLE, 40, 90), f"{MODEL}: decoder.1.cross 3", theme),
     "small head": lambda theme: draw_head(picture("", 3, 2, ""), f"{MODEL}: decoder.1.cross 3", theme),
-    "pair": lambda theme: draw_head_overlay(picture(LONG_TITLE), picture(LONG_TITLE), f"{MODEL}: two heads", theme),
+    "pair": lambda theme: draw_head_overlay(*[picture(LONG_TITLE)] * 2, f"{MODEL}: attention of two heads", theme),
 }  # fmt: skip
 
 
@@ -127,8 +130,87 @@ def draw_figure(name: str, theme_name: str = "light") -> Figure:
     theme = FIGURE_THEMES[theme_name]
     with figure_style(theme):
         figure = FIGURES[name](theme)
+        head_figures.localise_figure(figure)
         FigureCanvasAgg(figure).draw()
     return figure
+
+
+# --- Chinese -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def square_font(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A font with the name of a common one, whose every Chinese character is a square."""
+    from fontTools.fontBuilder import FontBuilder
+    from fontTools.pens.ttGlyphPen import TTGlyphPen
+    from matplotlib.font_manager import fontManager
+
+    name, pen = head_figures.FALLBACK_FONTS[0], TTGlyphPen(None)
+    pen.moveTo((50, 0))
+    for corner in ((950, 0), (950, 850), (50, 850)):
+        pen.lineTo(corner)
+    pen.closePath()
+    font = FontBuilder(1000)
+    font.setupGlyphOrder([".notdef", "square"])
+    characters = [*range(0x2E80, 0xA000), *range(0xFF00, 0xFFF0)]
+    font.setupCharacterMap(dict.fromkeys(characters, "square"))
+    font.setupGlyf(dict.fromkeys((".notdef", "square"), pen.glyph()))
+    font.setupHorizontalMetrics(dict.fromkeys((".notdef", "square"), (1000, 50)))
+    font.setupHorizontalHeader(ascent=880, descent=-120)
+    font.setupNameTable({"familyName": name, "styleName": "Regular"})
+    font.setupOS2(sTypoAscender=880, sTypoDescender=-120)
+    font.setupPost()
+    path = tmp_path_factory.mktemp("font") / "square.ttf"
+    font.save(path)
+    installed = list(fontManager.ttflist)
+    fontManager.addfont(path)
+    yield name
+    fontManager.ttflist[:] = installed
+    fontManager._findfont_cached.cache_clear()
+
+
+@pytest.fixture
+def no_chinese_font(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_figures, "FALLBACK_FONTS", ())
+
+
+def texts_of(figure: Figure) -> list[str]:
+    return [text.get_text() for text in visible_texts(figure)]
+
+
+PROSE = re.compile(r"[a-z]{2,} [a-z]{2,}")
+
+
+@pytest.mark.parametrize("name", [name for name in FIGURES if name not in ("small grid", "wide grid")])
+def test_titles_and_labels_follow_the_language(name: str, square_font: str):
+    with use_language("zh"):
+        texts = texts_of(draw_figure(name))
+    assert head_figures.FONT_NOTE not in texts
+    assert [text for text in texts if PROSE.search(text)] == []
+    assert any(re.search("[\u4e00-\u9fff]{2}", text) for text in texts)
+
+
+@pytest.mark.parametrize("name", ["gallery", "pair"])
+def test_chinese_tokens_are_drawn_or_named_with_one_note(name: str, request: pytest.FixtureRequest):
+    request.getfixturevalue("square_font")
+    assert "字" in texts_of(draw_figure(name))
+    request.getfixturevalue("no_chinese_font")
+    for language in ("en", "zh"):
+        with use_language(language):
+            texts = texts_of(draw_figure(name))
+        assert "U+5B57" in texts
+        assert texts.count(head_figures.FONT_NOTE) == 1
+        assert not any("□" in text or re.search("[\u4e00-\u9fff]", text) for text in texts)
+    assert head_figures.FONT_NOTE not in texts_of(draw_figure("layers"))
+
+
+def test_tokens_that_are_words_of_the_catalogue_stay(square_font: str):
+    shown = picture("", 6, 6)._replace(query_tokens=["head"] * 6, key_tokens=["query"] * 6)
+    for draw in (draw_head, lambda one, title, theme: draw_head_overlay(one, one, title, theme)):
+        with use_language("zh"), figure_style(FIGURE_THEMES["light"]):
+            figure = draw(shown, "model", FIGURE_THEMES["light"])
+            head_figures.localise_figure(figure)
+        assert {"head", "query", "查询"} <= set(texts_of(figure))
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -207,6 +207,29 @@ def parameters_of_the_transformer() -> dict:
     return {"feed": 12 * feed / total, "attention": 18 * attention / total, "recurrent": 0}
 
 
+def performers() -> dict:
+    """2009.14794, lemma 1: features exp(w x - |x|^2 / 2) of x / dim^(1/4), with the directions that each seed draws."""
+    state = {name: array(w) for name, w in make_layer(hw.design(model=16, heads=2)).state_dict().items()}
+    x, errors, draws = array(sample(1, 1, 32, 16))[0], [], [32 * 2**n for n in range(8)]
+    q, k, v = ((x @ state[f"project.{n}"].T).reshape(32, 2, 8).swapaxes(0, 1) for n in "qkv")
+    q, k = q / 4, k / 4
+    exact = learn.attention(q, k, v)
+    for count in draws:
+        squares = []
+        for seed in range(16):
+            similarity = hw.FeatureMap(kind="favor", draws=count, seed=seed)
+            spec = hw.design(model=16, heads=2, similarity=similarity, normaliser=hw.Sum())
+            w = array(hw.Attention(spec).state_dict()["similarity.directions"]).astype(float)
+            maps = [np.exp(y @ w.T / 8**0.25 - (y**2).sum(-1, keepdims=True) / 2 / 8**0.5) for y in (q, k)]
+            shares = maps[0] @ maps[1].swapaxes(1, 2)
+            outputs = shares / shares.sum(-1, keepdims=True) @ v
+            squares.append(((outputs - exact) ** 2).sum() / (exact**2).sum())
+        errors.append(float(np.sqrt(np.mean(squares))))
+    slope = float(np.polyfit(np.log(draws), np.log(errors), 1)[0])
+    assert slope == pytest.approx(-0.5, abs=0.05)
+    return {"few": 32, "many": 4096, "error_few": errors[0], "error_many": errors[-1], "slope": slope}
+
+
 EXPECTED = {
     "003-1.2": unit_keys,
     "003-1.2b": lambda: {"attention": 81, "all": 81, "convolution": 9 * 3 - 2},
@@ -230,6 +253,7 @@ EXPECTED = {
     "003-4.3": other_functions,
     "003-4.3b": window_pairs,
     "003-4.3c": lambda: {"growth": pytest.approx(2, abs=1e-3)},
+    "003-4.3d": performers,
     "003-5.1": lambda: {"visible": 0.0, "weight": 1 / 11, "ours": 0.0},
     "003-5.1b": lambda: {"half": "error", "uniform": 0.25, "ours": 0.0, "kept": 0.0, "masked_weight": 1.0},
     "003-5.1c": lambda: {"operations": 3, "difference": 0.0},
@@ -264,6 +288,7 @@ CHANGES = {
     "003-4.3": {"spread": 0.0},
     "003-4.3b": {"pattern": "full()"},
     "003-4.3c": {"layer": "self-attention"},
+    "003-4.3d": {"repeated": True},
     "003-5.1": {"fill": -math.inf, "largest": math.nan},
     "003-5.1b": {"fill": -math.inf},
     "003-5.1c": {"as_tensor": False},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .head_figures import FigureTheme, class_style, replace_undrawable, wrap_title
+from .head_figures import TOKEN_LABEL, FigureTheme, class_style, name_undrawable, wrap_title
 from .resampling import Array
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def draw_head_overlay(first: HeadPicture, second: HeadPicture, title: str, theme
     ):
         axes.text(x, -1.1, heading, ha=side, va="center", fontsize=7, color=theme.muted)
         for row, word in enumerate(words):
-            axes.text(x, row, _shorten_token(word), ha=side, va="center", fontsize=7)
+            axes.text(x, row, _shorten_token(word), ha=side, va="center", fontsize=7, label=TOKEN_LABEL)
     for row, (picture, colour) in enumerate(zip((first, second), theme.pair_colours, strict=True)):
         axes.text(
             0.5, -3.3 + 1.0 * row, picture.title, ha="center", va="center", color=colour, fontsize=7, fontweight="bold"
@@ -152,5 +152,5 @@ def draw_head_overlay(first: HeadPicture, second: HeadPicture, title: str, theme
 
 def _shorten_token(word: str) -> str:
     """The token as at most 12 characters that can be drawn."""
-    shown = replace_undrawable(word.strip()) or "·"
+    shown = name_undrawable(word.strip()) or "·"
     return shown if len(shown) <= MAX_TOKEN_LENGTH else f"{shown[: MAX_TOKEN_LENGTH - 1]}…"

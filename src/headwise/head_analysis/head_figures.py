@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SpecError
 from ..files import write_atomically
 from ..output_paths import FIGURE_FILE, FIGURE_METADATA, check_output
-from ..translation.language import localise
-from ..translation.terminal_text import label_cell, wrap
+from ..translation.language import current_language, localise
+from ..translation.terminal_text import label_cell, text_width, wrap
 from .head_metrics import HEAD_METRICS
 from .head_table import HeadMeasures, HeadTable
 from .measure_tables import LINE_WIDTH, format_notes
@@ -150,14 +151,69 @@ def is_light(rgb: Sequence[float]) -> bool:
     return luminance > 0.179  # where both have the same contrast
 
 
-def replace_undrawable(text: str) -> str:
-    """Replace every character that no listed font can draw with a box."""
+def find_undrawable(text: str) -> list[str]:
+    """The characters that no listed font can draw, each once."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     charmaps = [get_font(findfont(FontProperties(family=name))).get_charmap() for name in list_fonts()]
-    return "".join(
-        char if any(ord(char) in charmap for charmap in charmaps) and char.isprintable() else "□" for char in text
-    )
+    return [
+        char
+        for char in dict.fromkeys(text)
+        if char != "\n" and not (char.isprintable() and any(ord(char) in charmap for charmap in charmaps))
+    ]
+
+
+def name_undrawable(text: str) -> str:
+    """The text with the code point in place of every character that no listed font can draw.
+
+    >>> name_undrawable("a\x07b")
+    'aU+0007b'
+    """
+    for char in find_undrawable(text):
+        text = text.replace(char, f"U+{ord(char):04X}")
+    return text
+
+
+def localise_drawn(text: str) -> str:
+    """The text in the current language if the fonts can draw it, else in English."""
+    shown = localise(text)
+    return text if find_undrawable(shown) else shown
+
+
+FONT_NOTE = "No installed font has Chinese characters. Install one, as the package fonts-noto-cjk, and draw again."
+CODE_POINT = re.compile("U\\+[2-9A-F][0-9A-F]{3}")  # of a character beyond those of European languages
+PROSE = re.compile("[a-z]{2,}\\s[a-z]{2,}")
+TOKEN_LABEL = "token"  # of texts of a figure that are tokens, which are not translated
+
+
+def _localise_lines(text: str) -> str:
+    """A wrapped text as a whole, wrapped again at its width, or each of its lines; English if prose would be left."""
+    whole = localise(" ".join(text.split()))
+    shown = "\n".join(wrap(whole, max(map(text_width, text.splitlines()))))
+    choices = (shown, "\n".join(map(localise, text.splitlines())))
+    return next((choice for choice in choices if not PROSE.search(choice)), text)
+
+
+def localise_figure(figure: Figure) -> None:
+    """Put titles, labels and legends into the current language if a font can draw it.
+
+    Otherwise they stay English, and a note below says what to install; tokens are named by code points already.
+    """
+    from matplotlib.text import Text
+
+    ticks = {label for axes in figure.axes for label in (*axes.get_xticklabels(), *axes.get_yticklabels())}
+    needs_font = False
+    for artist in figure.findobj(Text):
+        text = artist.get_text()
+        if artist in ticks or artist.get_label() == TOKEN_LABEL:
+            needs_font |= bool(CODE_POINT.search(text))
+        elif current_language() != "en" and text.strip() and (shown := _localise_lines(text)) != text:
+            if find_undrawable(shown):
+                needs_font = True
+            else:
+                artist.set_text(shown)
+    if needs_font and not figure.get_supxlabel():
+        figure.supxlabel(FONT_NOTE, fontsize=6)
 
 
 def plot_style(theme: FigureTheme) -> Any:
@@ -196,7 +252,9 @@ def save_figure(
     theme, buffer = get_theme(theme_name), io.BytesIO()
     path = check_output(path, FIGURE_FILE, "overwrite" if overwrite else "refuse")
     with figure_style(theme):
-        draw(theme).savefig(buffer, format=suffix[1:], metadata=FIGURE_METADATA[suffix], **SAVE_OPTIONS[suffix])
+        figure = draw(theme)
+        localise_figure(figure)
+        figure.savefig(buffer, format=suffix[1:], metadata=FIGURE_METADATA[suffix], **SAVE_OPTIONS[suffix])
     write_atomically(path, buffer.getvalue())
 
 
@@ -268,7 +326,7 @@ def _draw_legend(figure: Figure, table: HeadTable, theme: FigureTheme, title: st
             facecolor=class_style(name, theme)[1],
             edgecolor=theme.muted,
             lw=0.3,
-            label=f"{CLASS_STYLES[name][0]}  {name}",
+            label=f"{CLASS_STYLES[name][0]}  {localise_drawn(name)}",
         )
         for name in CLASS_STYLES
         if name in present
@@ -357,7 +415,7 @@ def draw_importance_curve(
     most = [f"{rank}  {names[n]}" for rank, n in enumerate(order[:NUM_NAMED_HEADS])]
     axes.legend(
         *axes.get_legend_handles_labels(),
-        title="\n".join(["most important:", *most, ""]),
+        title="\n".join([localise_drawn("most important:"), *most, ""]),
         title_fontsize=6.5,
         fontsize=6.5,
         loc="upper left",
@@ -389,6 +447,7 @@ def draw_head_map(table: HeadTable, embedding: PlaneEmbedding, theme: FigureThem
     note = "labels are layer.head; larger dots are later layers; colour: class with the highest score"
     _draw_legend(figure, table, theme, note)
     note_of_labels = axes.set_title(" ", fontsize=6.5, fontweight="normal")  # keeps its place in the layout
+    localise_figure(figure)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # labels are placed in the final layout
     if left_out := _label_heads(axes, table, embedding, theme):

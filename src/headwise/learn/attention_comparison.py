@@ -20,6 +20,7 @@ from ..nn.tensor_attention import attend
 from ..presets import design, from_toml
 from .attention_mechanism import gru_steps
 from .entry import Outcome, judge, judge_condition
+from .matrix_figures import draw_curves
 from .measured_layers import table_beside_convolution, table_beside_recurrence
 from .sampled_tensors import largest_difference, make_layer, sample
 
@@ -122,6 +123,51 @@ def _performer(q: Tensor, k: Tensor, v: Tensor, draws: int) -> Tensor:
     maps = [torch.exp(x @ directions.T - x.square().sum(-1, keepdim=True) / 2) for x in (q, k)]
     weights = maps[0] @ maps[1].T
     return weights / weights.sum(-1, keepdim=True) @ v
+
+
+DRAWS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+PERFORMER = """model = 16
+heads = {{q = 2, dim = 8}}
+similarity = {{part = "FeatureMap", kind = "favor", draws = {draws}, seed = {seed}}}
+normaliser = {{part = "Sum"}}"""
+
+
+def performer_errors(*, samples: int = 16, draws: tuple[int, ...] = DRAWS) -> dict[int, float]:
+    """Root mean square of ||o - o_exact|| / ||o_exact|| over samples of FAVOR+ features, for each number of them.
+
+    Queries and keys of 32 random tokens have a quarter of the usual scale; at the usual one, means of so few features
+    have heavy tails.
+    """
+    x, plain = sample(1, 1, 32, 16), make_layer(design(model=16, heads=2))
+    weights = plain.state_dict()
+    weights |= {name: weights[name] / 4 for name in ("project.q", "project.k")}
+    plain.load_state_dict(weights)
+    exact, errors = plain.head_outputs(x).detach(), {}
+    for count in draws:
+        squares = []
+        for seed in range(samples):
+            layer = Attention(from_toml(PERFORMER.format(draws=count, seed=seed))).double()
+            layer.load_state_dict(weights, strict=False)  # all but the directions of the features
+            squares.append(float((layer.head_outputs(x).detach() - exact).square().sum() / exact.square().sum()))
+        errors[count] = math.sqrt(sum(squares) / samples)
+    return errors
+
+
+def performer_curve(*, draws: tuple[int, ...] = DRAWS, repeated: bool = False) -> Outcome:
+    """The slope of the error of a Performer over its number of features, both logarithmic; -1/2 for samples.
+
+    `repeated` features are copies of the first ones, which estimate nothing more.
+    """
+    errors = performer_errors(draws=draws[:1]) if repeated else performer_errors(draws=draws)
+    errors |= dict.fromkeys(draws, errors[draws[0]]) if repeated else {}
+    xs, ys = ([math.log(number) for number in numbers] for numbers in (errors, errors.values()))
+    middle = sum(xs) / len(xs)
+    slope = sum((x - middle) * y for x, y in zip(xs, ys, strict=True)) / sum((x - middle) ** 2 for x in xs)
+    numbers = {"few": draws[0], "error_few": errors[draws[0]], "many": draws[-1], "error_many": errors[draws[-1]]}
+    outcome = judge(-0.6 < slope < -0.4, **numbers, slope=slope)
+    line = {count: errors[draws[0]] * (draws[0] / count) ** 0.5 for count in draws}
+    named = [("measured", errors), ("1 / sqrt(m)", line)]
+    return Outcome(outcome.verdict, outcome.numbers, draw_curves(named, "random features m", "relative error"))
 
 
 def sparse_pairs(*, pattern: str = "window(64)") -> Outcome:

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..escaping import escape_html as escape
 from ..files import write_atomically
 from ..output_paths import FolderKind
+from ..translation.language import use_language
 from .catalogue import Document
 from .entry import Entry, Result, Verdict
 from .entry_text import MARKS, Words, describe_study
@@ -33,7 +34,8 @@ def render_document(document: Document, language: str) -> str:
     """The page of a document as HTML; every entry is run."""
     words = Words(language)
     title = escape(f"{document.id} {document.title.fill(language, {})}")
-    results = [(entry, entry.check()) for entry in document.entries]
+    with use_language(language):  # of the texts inside figures
+        results = [(entry, entry.check()) for entry in document.entries]
     return "\n".join(
         [
             "<!doctype html>",

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ..escaping import escape_svg as escape
+from ..translation.language import localise
+from ..translation.terminal_text import text_width
 
 CELL_WIDTH, CELL_HEIGHT, GAP, TOP, LEFT = 46, 26, 44, 26, 34
 FONT = 'font-family="system-ui, sans-serif" font-size="12"'
@@ -56,13 +58,13 @@ def draw_matrices(named: Sequence[tuple[str, Matrix]], rows: Sequence[str] = ())
         y = TOP + CELL_HEIGHT * (row + 0.66)
         parts.append(f'<text x="{LEFT - 8}" y="{y:g}" text-anchor="end">{escape(token)}</text>')
     for name, matrix in named:
-        parts.append(f'<text x="{x}" y="16" font-weight="600">{escape(name)}</text>')
+        parts.append(f'<text x="{x}" y="16" font-weight="600">{escape(localise(name))}</text>')
         most = max((abs(number) for line in matrix for number in line if math.isfinite(number)), default=0.0)
         for row, line in enumerate(matrix):
             for column, number in enumerate(line):
                 parts.append(_cell(x + CELL_WIDTH * column, TOP + CELL_HEIGHT * row, number, most))
-        x += max(CELL_WIDTH * len(matrix[0]), 8 * len(name)) + GAP
-    label = escape(", ".join(name for name, _ in named))
+        x += max(CELL_WIDTH * len(matrix[0]), 8 * text_width(localise(name))) + GAP
+    label = escape(", ".join(localise(name) for name, _ in named))
     return _svg(x - GAP + 8, height, label, parts)
 
 
@@ -89,9 +91,11 @@ def draw_heads(heads: Sequence[tuple[str, Matrix]], queries: Sequence[str], keys
     parts = []
     for number, (name, weights) in enumerate(heads):
         x, color = number * panel, COLORS[number % len(COLORS)]
-        parts.append(f'<text x="{x + 8}" y="16" font-weight="600" fill="{color}">{escape(name)}</text>')
+        parts.append(f'<text x="{x + 8}" y="16" font-weight="600" fill="{color}">{escape(localise(name))}</text>')
         for side, name, anchor in ((x + 90, "query", "end"), (x + 210, "key", "start")):
-            parts.append(f'<text x="{side}" y="{height - 8}" text-anchor="{anchor}" font-style="italic">{name}</text>')
+            parts.append(
+                f'<text x="{side}" y="{height - 8}" text-anchor="{anchor}" font-style="italic">{localise(name)}</text>'
+            )
         for side, tokens, anchor in ((x + 90, queries, "end"), (x + 210, keys, "start")):
             parts += [
                 f'<text x="{side}" y="{TOP + row_height * (row + 0.7):g}" text-anchor="{anchor}">{escape(token)}</text>'
@@ -99,7 +103,7 @@ def draw_heads(heads: Sequence[tuple[str, Matrix]], queries: Sequence[str], keys
             ]
         strong = [(r, c, weight) for r, line in enumerate(weights) for c, weight in enumerate(line) if weight >= 0.05]
         parts += [_attention_line(x, (row, column), weight, color) for row, column, weight in strong]
-    return _svg(panel * len(heads), height, escape(", ".join(name for name, _ in heads)), parts)
+    return _svg(panel * len(heads), height, escape(", ".join(localise(name) for name, _ in heads)), parts)
 
 
 def _attention_line(x: float, ends: tuple[int, int], weight: float, color: str) -> str:
@@ -126,7 +130,7 @@ def draw_columns(columns: Sequence[Mapping[str, int]], labels: Sequence[str], ax
             y -= height
             parts.append(
                 f'<rect x="{x:g}" y="{y:.1f}" width="{COLUMN_WIDTH - 8}" height="{height:.1f}" fill="{color}" '
-                f'stroke="#17181b" stroke-width="0.5"><title>{name} {column[name]}</title></rect>'
+                f'stroke="#17181b" stroke-width="0.5"><title>{localise(name)} {column[name]}</title></rect>'
             )
             if height >= 11:
                 text = (
@@ -135,14 +139,44 @@ def draw_columns(columns: Sequence[Mapping[str, int]], labels: Sequence[str], ax
                 parts.append(f'<text {text} fill="#17181b">{letter} {column[name]}</text>')
         label = f'x="{x + COLUMN_WIDTH / 2 - 4:g}" y="{TOP + COLUMN_HEIGHT + 16}" text-anchor="middle"'
         parts.append(f"<text {label}>{escape(labels[number])}</text>")
-    parts.append(f'<text x="{LEFT}" y="{TOP + COLUMN_HEIGHT + 36}" font-style="italic">{escape(axis)}</text>')
+    parts.append(f'<text x="{LEFT}" y="{TOP + COLUMN_HEIGHT + 36}" font-style="italic">{escape(localise(axis))}</text>')
     legend = LEFT + COLUMN_WIDTH * len(columns) + 12
     for row, name in enumerate(reversed(names)):
         letter, color = CLASS_COLORS[name]
         y = TOP + 20 * row
         parts.append(f'<rect x="{legend}" y="{y}" width="13" height="13" fill="{color}" stroke="#17181b"/>')
-        parts.append(f'<text x="{legend + 20}" y="{y + 11}">{letter}  {name}</text>')
-    return _svg(legend + 130, TOP + COLUMN_HEIGHT + 44, escape(axis), parts)
+        parts.append(f'<text x="{legend + 20}" y="{y + 11}">{letter}  {localise(name)}</text>')
+    return _svg(legend + 130, TOP + COLUMN_HEIGHT + 44, escape(localise(axis)), parts)
+
+
+def draw_curves(curves: Sequence[tuple[str, Mapping[int, float]]], x_axis: str, y_axis: str) -> str:
+    """Curves over a positive number, both axes logarithmic: the first with dots and their values, the others as lines.
+
+    >>> draw_curves([("a", {1: 1.0, 2: 0.5}), ("b", {1: 1.0, 2: 0.7})], "m", "error").count("<circle")
+    2
+    """
+    xs = [math.log(x) for x in curves[0][1]]
+    ys = [math.log(y) for _, curve in curves for y in curve.values()]
+    parts, width, height = list[str](), 420, 200
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across, up = (math.log(x) - xs[0]) / (xs[-1] - xs[0]), (math.log(y) - min(ys)) / (max(ys) - min(ys))
+        return LEFT + width * across, TOP + height * (1 - up)
+
+    for number, (name, curve) in enumerate(curves):
+        points, color = [place(x, y) for x, y in curve.items()], COLORS[number]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        dash = ' stroke-dasharray="6 4"' if number else ""
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}/>')
+        label = f'x="{LEFT + width - 60}" y="{TOP + 14 + 18 * number}" text-anchor="end" fill="{color}"'
+        parts.append(f"<text {label}>{escape(localise(name))}</text>")
+        for (x, y), (count, value) in zip(points, curve.items() if not number else (), strict=False):
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>')
+            parts.append(f'<text x="{x + 6:.1f}" y="{y - 6:.1f}" font-size="10">{value:.2g}</text>')
+            parts.append(f'<text x="{x:.1f}" y="{TOP + height + 20}" text-anchor="middle">{count}</text>')
+    axes = ((f'x="{LEFT}" y="16"', y_axis), (f'x="{LEFT + width}" y="{TOP + height + 38}" text-anchor="end"', x_axis))
+    parts += [f'<text {at} font-style="italic">{escape(localise(axis))}</text>' for at, axis in axes]
+    return _svg(LEFT + width + 60, TOP + height + 46, escape(localise(y_axis)), parts)
 
 
 def draw_boxes(boxes: Sequence[tuple[str, Sequence[str]]]) -> str:
@@ -152,6 +186,7 @@ def draw_boxes(boxes: Sequence[tuple[str, Sequence[str]]]) -> str:
     2
     """
     parts = list[str]()
+    boxes = [(localise(title), [localise(line) for line in lines]) for title, lines in boxes]
     for number, (title, lines) in enumerate(boxes):
         x, color = 8 + (BOX_WIDTH + 28) * number, COLORS[(number + 1) % len(COLORS)]
         frame = f'x="{x}" y="8" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" fill="none" stroke="{color}"'
