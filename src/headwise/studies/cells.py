@@ -17,6 +17,7 @@ from .variant_models import VariantModel, make_variant_model
 
 CELL_FORMAT = 2  # grows when the results of a cell change, so that old results are not mixed with new ones
 ID_LENGTH = 12
+MIN_CHECKPOINT_STEPS = 50  # shorter runs take seconds, of which checkpoints would be a tenth
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,11 @@ def make_recipe(study: Study, variant: Variant, task: StudyTask) -> Recipe:
     """The recipe of a variant on a task: the study's, changed by the task and then by the variant."""
     changes = {**study.recipe, **task.recipe, **variant.recipe}
     steps = changes.get("steps", Recipe().steps)
-    evaluations = {"evaluate_every": max(1, steps // 10), "checkpoint_every": max(1, steps // 4), "keep": 1}
+    evaluations = {
+        "evaluate_every": max(1, steps // 10),
+        "checkpoint_every": max(MIN_CHECKPOINT_STEPS, steps // 4),
+        "keep": 1,
+    }
     try:
         return from_dict({**evaluations, **changes, **CELL_EXECUTION})
     except SpecError as error:
