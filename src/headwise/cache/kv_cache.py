@@ -93,6 +93,10 @@ class TokenCache(ABC):
     def is_predictable(self) -> bool:
         """Whether the next decode step repeats the operations of the last one, so that one graph serves both."""
 
+    def continue_after(self, last: Tensor) -> None:
+        """Let the next tokens of each row follow these positions, which are not read back from the device."""
+        self.uniform, self._last = False, last
+
     def next_positions(self, count: int) -> SequenceInfo:
         """Return the default positions of the next `count` tokens: after the last token of each row."""
         if self.uniform:

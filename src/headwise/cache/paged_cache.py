@@ -16,7 +16,7 @@ from ..errors import SpecError
 from ..masking.sequence_info import BlockTable, SequenceInfo
 from ..spec.attention_spec import AttentionSpec
 from .block_table import BlockTables, PagedSequence, PageLayout, RetentionGroup, TensorPlacement
-from .head_group_cache import HeadGroupCache, KVHeadGroup, split_by_retention
+from .head_group_cache import HeadGroupCache, split_by_retention
 from .kv_cache import FullVisibility, KVCache, KVEntry, check_causal, retained_tokens
 
 # --- Rows of one forward call --------------------------------------------------------------------------
@@ -337,7 +337,8 @@ class PagePool:
         caches, first = list[KVCache](), 0
         for spec, groups in zip(self.specs, self.head_groups, strict=True):
             own = [PagedCache(self, batch, first + number, number) for number in range(max(1, len(groups)))]
-            caches.append(_join_head_groups(spec, groups, own, batch) if groups else own[0])
+            caches.append(HeadGroupCache(spec, groups, own) if groups else own[0])
+            caches[-1].continue_after(batch.last)
             first += len(own)
         return caches
 
@@ -388,15 +389,6 @@ def list_stored_specs(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ..
     return tuple(own for spec in specs for own in [group.spec for group in split_by_retention(spec)] or [spec])
 
 
-def _join_head_groups(
-    spec: AttentionSpec, groups: Sequence[KVHeadGroup], caches: Sequence[PagedCache], batch: PagedBatch
-) -> HeadGroupCache:
-    """The cache of a layer whose groups of heads lie in pages of their own."""
-    joined = HeadGroupCache(spec, groups, caches)
-    joined.uniform, joined._last = False, batch.last  # pyright: ignore[reportPrivateUsage]
-    return joined
-
-
 class PagedCache(KVCache):
     """KV cache of one layer, or of a group of its heads, in pages; rows with equal prefixes share pages."""
 
@@ -405,7 +397,7 @@ class PagedCache(KVCache):
         self._pool, self._paged_batch, self._layer, self._head_group = pool, batch, layer, head_group
         self._num_calls, self._num_selections = batch.num_calls, batch.num_selections
         self._group = next(place.group for place in pool.paging.layers[layer].values())
-        self.uniform, self._last = False, batch.last
+        self.continue_after(batch.last)
 
     def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         pages = self._write_tokens(entry, new_tokens)
