@@ -238,3 +238,17 @@ def test_numbers_of_the_result_are_in_one_column():
     metrics = {"loss": 3.25, "accuracy@distance<=16": 0.5, "exact_match@block=20": 12.5}
     lines = train._format_result({"task": "copy", "steps": 3, "seconds": 1.0, "metrics": metrics}, "runs").splitlines()
     assert len({len(line) for line in lines[1:]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("llama-65b", "cannot train llama-65b: weights, gradients and Adam need 1,045 GB"),
+        ("transformer-base", "has kind 'encoder-decoder', but copy needs 'decoder'"),
+    ],
+)
+def test_published_models_that_cannot_be_trained_are_refused(
+    model: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["train", "copy", "--model", model, "--out", str(tmp_path / "run")]) == 2
+    assert message in capsys.readouterr().err

@@ -284,6 +284,19 @@ def _with_model_tokenizer(task: Task, model: str) -> Task:
     return replace(task, tokens=str(path)) if isinstance(task, TextTask) and path.is_file() else task
 
 
+def _check_memory(model_spec: ModelSpec, name: str) -> None:
+    """Refuse a model whose weights, gradients and two moments of Adam in float32 do not fit into the main memory."""
+    from ..costs import count_parameters
+    from ..costs.roofline import available_memory
+
+    needed, available = 16 * count_parameters(model_spec), available_memory()
+    if needed > available:
+        raise UsageError(
+            f"cannot train {name}: weights, gradients and Adam need {needed / 1e9:,.0f} GB, and this machine has "
+            f"{available / 1e9:,.0f} GB; choose a smaller model"
+        )
+
+
 def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transformer:
     """Return the model to train: a description, the task's model with another attention, or a model with weights."""
     path = Path(name)
@@ -306,6 +319,7 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
         return replace_self_attention(task.model(), name)
     target = resolve_target(name, {}, [])
     if not isinstance(target, AttentionSpec):
+        _check_memory(target, name)
         return target
     return replace_self_attention(task.model(), partial(_check_width, target, name, task.name))
 

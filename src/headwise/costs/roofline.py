@@ -275,7 +275,7 @@ def _store_measurement(measurement: DeviceMeasurement) -> Device:
 def measure_machine(machine: str) -> DeviceMeasurement:
     """Measure matrix products in each precision, the faster of a large copy and a large sum, and the memory."""
     kind = accelerator_type()
-    memory = float(torch.cuda.mem_get_info()[1] if kind == "cuda" else _available_memory())
+    memory = float(torch.cuda.mem_get_info()[1] if kind == "cuda" else available_memory())
     flops = {name: _measure_matmul_flops(dtype) for name, dtype in TORCH_DTYPES.items()}
     numbers = torch.ones(int(min(COPY_BYTES, memory / 16)) // 4, device=kind)
     copy = torch.empty_like(numbers)
@@ -338,7 +338,7 @@ def synchronize_device() -> None:
         torch.cuda.synchronize()
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
     """Bytes of main memory, or the container's limit if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:

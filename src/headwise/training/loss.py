@@ -96,6 +96,8 @@ def check_model(model_spec: ModelSpec, task: Task, tokenizer: str | None = None)
     unless `tokenizer`, that of the model, is the same: many models have spare rows after their vocabulary.
     """
     default = task.model()
+    if (model_spec.kind == "encoder-decoder") != (default.kind == "encoder-decoder"):
+        raise SpecError(f"{model_spec.name} has kind {model_spec.kind!r}, but {task.name} needs {default.kind!r}")
     stacks = zip((model_spec.stacks[0], model_spec.stacks[-1]), (default.stacks[0], default.stacks[-1]), strict=True)
     sizes = [
         (_vocabulary_size(stack), _vocabulary_size(default_stack), f"the embedding of {stack.name}")
