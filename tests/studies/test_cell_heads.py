@@ -94,3 +94,15 @@ def test_mixing_changes_scores_and_texts_are_needed():
                 parameter.add_(0.5)
     assert summarise_heads(net, TASK, NUM_TEXTS)["score_change"] > 0.1
     assert summarise_heads(net, TASK, 1) == {"note": "not measured"}
+
+
+def test_weights_learned_by_position_have_no_change_of_scores():
+    """Their scores are 0 before the table of weights is added, so a share of them means nothing."""
+    spec = resize_model(TASK, {"width": WIDTH, "heads": HEADS, "layers": 1, "positions": "none"})
+    learned = hw.design(
+        model=WIDTH, heads=HEADS, pattern="causal()", project=hw.Values(), modifiers=(hw.Learned(length=16),)
+    )
+    net = hw.build(replace_self_attention(spec, lambda _: learned), seed=3).eval()
+    summary = summarise_heads(net, TASK, 2)
+    assert "score_change" not in summary
+    assert summary["score_deviation"] >= 0

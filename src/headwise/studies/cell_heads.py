@@ -143,7 +143,7 @@ def _mean_rank(scores_BHTS: Tensor) -> float:
 def _change(before_BHTS: Tensor, after_BHTS: Tensor, allowed: Tensor) -> float:
     allowed = allowed.expand(before_BHTS.shape)
     difference, scores = ((x.masked_fill(~allowed, 0)) for x in (after_BHTS - before_BHTS, before_BHTS))
-    return float(difference.norm() / scores.norm().clamp(min=1e-12))
+    return float(difference.norm() / scores.norm())  # NaN or infinite without scores, as of weights learned by position
 
 
 def _summarise_calls(net: Transformer, examples: Sequence[Example]) -> dict[str, Any]:
@@ -162,7 +162,8 @@ def _summarise_calls(net: Transformer, examples: Sequence[Example]) -> dict[str,
     summary: dict[str, Any] = {"residual": [one.residual.value for one in depths if one.stack == depths[-1].stack]}
     if scores:
         means = np.mean(scores, 0).tolist()
-        summary |= dict(zip(("score_deviation", "score_rank", "score_change"), means, strict=True))
+        named = zip(("score_deviation", "score_rank", "score_change"), means, strict=True)
+        summary |= {name: mean for name, mean in named if math.isfinite(mean)}
     if gates:
         summary["gates"] = {name: torch.stack(values).mean(0).tolist() for name, values in gates.items()}
     return summary
