@@ -228,22 +228,24 @@ def density_by_alpha(*, alphas: tuple[float, ...] = (1.0, 1.5, 2.0)) -> Outcome:
 def heads_removed_alone(*, limit: float = 0.1) -> Outcome:
     """Divergence of the translator without one head, for each head, and without all but one head of a layer."""
     net, inputs = read_translator()
-    expected, alone, kept = output_log_probs(net, inputs), [], []
+    expected = output_log_probs(net, inputs)
+
+    def divergence_without(*heads: tuple[str, int]) -> float:
+        with ablate(net, heads):
+            return mean_divergence(expected, output_log_probs(net, inputs))
+
+    alone, best_single = list[float](), list[float]()  # of every head; of the best head of every layer by itself
     for site in (name for name, module in net.named_modules() if isinstance(module, Attention)):
-        with_one = []
-        for head in range(6):
-            others = [(site, other) for other in range(6) if other != head]
-            for heads, found in (([(site, head)], alone), (others, with_one)):
-                with ablate(net, heads):
-                    found.append(mean_divergence(expected, output_log_probs(net, inputs)))
-        kept.append(min(with_one))
+        heads = [(site, head) for head in range(6)]
+        alone += [divergence_without(head) for head in heads]
+        best_single.append(min(divergence_without(*(other for other in heads if other != head)) for head in heads))
     below = sum(change < limit for change in alone)
     return judge(
         below > len(alone) / 2,
         heads=len(alone),
         below=below,
         largest=max(alone),
-        layers=len(kept),
-        with_one=sum(change < limit for change in kept),
-        worst=max(kept),
+        layers=len(best_single),
+        with_one=sum(change < limit for change in best_single),
+        worst=max(best_single),
     )
