@@ -7,5 +7,6 @@ as the table of errata; `matrix_figures` draws. `sampled_tensors` makes the rand
 The runs of each document are one module, or several, each with its texts in a .toml file beside it:
 `self_attention_basics` (000), `parameters_and_scaling` (001), `multi_head_idea`, `multi_head_analysis`,
 `multi_head_code`, `head_variants` and `cited_papers` (002), `attention_mechanism`, `attention_comparison` and
-`misconceptions` (003), and `kernel_lookup` (004). `measured_layers` has the runs of the tables of 000 and 003 that compare.
+`misconceptions` (003), and `kernel_lookup` (004). `measured_layers` has the runs of the comparison tables of 000
+and 003.
 """
