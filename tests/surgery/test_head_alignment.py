@@ -72,7 +72,10 @@ def test_only_heads_without_symmetry_cannot_be_rotated(side):
         name for name, spec in cases.EXAMPLES.items()
         if name not in MIXING_PARTS and find_symmetry(spec, cases.layer(spec).state_dict(), side)[1]
     }  # fmt: skip
-    assert {name.rstrip("0123456789") for name in recorded} - {"Shaw"} == UNSUPPORTED_BY_SIDE[side] - {"Shaw"}
+    parts = {name.rstrip("0123456789") for name in recorded}
+    assert parts - {"Shaw", "QKNorm"} == UNSUPPORTED_BY_SIDE[side] - {"Shaw"}
+    norms = [part for name in recorded if "QKNorm" in name for _, part in cases.EXAMPLES[name].parts_of(hw.QKNorm)]
+    assert [part.kind for part in norms] == (["l2-embedding"] if side == "k" else [])  # its embedding has a direction
     assert ("Shaw0" in recorded, "Shaw1" in recorded) == (True, side == "k")
 
 
