@@ -13,6 +13,7 @@ import torch
 import headwise as hw
 from headwise import backends, costs
 from headwise.backends.backend_report import BackendReport, why
+from headwise.cache import PagePool
 from headwise.costs.cost_report import estimate_cost
 from support import layer_cases as cases, takeover
 
@@ -92,6 +93,21 @@ def test_a_mask_in_the_tensors_is_a_reason():
         report = layer.why(torch.randn(1, 100, 16), sequence=gap)
     assert report.backend != "flash_cpu"
     assert len(report.reasons_against["flash_cpu"]) == 1
+
+
+def test_caches_that_cannot_be_copied_are_refused():
+    layer, x = hw.Attention(hw.design(model=16, heads=2, pattern="causal()")), torch.randn(1, 3, 16)
+    cache, pool = layer.cache(batch=1, capacity=9), PagePool([layer.spec], pages=2)
+    layer(x, cache=cache)
+    with pytest.raises(ValueError, match=r"filled while gradients were on.*torch\.no_grad"):
+        layer.why(x, cache=cache)
+    with pytest.raises(ValueError, match=r"paged cache is not copied.*when=\['paged'\]"):
+        layer.why(x, cache=pool.caches(pool.batch_of([pool.block_tables.new_sequence()]))[0])
+
+
+def test_a_call_without_queries_runs_dense():
+    with torch.no_grad():
+        assert hw.Attention(hw.design(model=8, heads=2)).why(torch.randn(1, 0, 8)).backend == "dense"
 
 
 def test_the_report_names_the_form_for_a_single_query():

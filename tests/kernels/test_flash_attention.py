@@ -327,7 +327,7 @@ def test_plain_heads_are_supported(job, words):
         ({"normaliser": hw.Sigmoid()}, {}, "needs softmax"),
         ({"modifiers": (hw.TalkingHeads(),)}, {}, "mixes heads"),
         ({"modifiers": (hw.WeightDropout(0.1),)}, {"training": True}, "needs dropout on weights"),
-        ({"pattern": "window(9)"}, {}, "hides keys"),
+        ({"pattern": "window(9)"}, {}, "computes every score"),
         ({}, {"has_caller_mask": True}, "mask given by the caller"),
         ({}, {"single_query": True}, "more than one query per row"),
         ({}, {"device": "cuda"}, "not cuda"),

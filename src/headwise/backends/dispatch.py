@@ -115,9 +115,11 @@ class CoreDispatch:
     def reasons_against(self, attention_mask: AttentionMask, inputs: CoreInputs) -> dict[str, list[str]]:
         """Why each backend does not run these tensors; no reasons for the one that does, and for those behind it."""
         selected, names = self.select(attention_mask, inputs), preference_order(self.signature)
+        batch, queries, keys = *inputs.q.shape[:2], attention_mask.keys.count
+        if not (batch and queries and keys):
+            return {name: [] if name == selected else ["there is nothing to compute"] for name in names}
         if self.is_named_by_caller:
             return {name: [] if name == selected else [f"the layer names {selected}"] for name in names}
-        batch, queries, keys = *inputs.q.shape[:2], attention_mask.keys.count
         size = self._decisive_size(CallSize(batch, queries, 0, keys))
         shape = "any" if size is LONGEST else "" if self.signature.single_query else attention_mask.shape
         return {

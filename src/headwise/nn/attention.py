@@ -203,7 +203,8 @@ class Attention(HasParallelContext, nn.Module):
 
         observed = copy.copy(self)
         observed.attend = attend
-        observed(x, source=source, cache=copy.deepcopy(cache), sequence=sequence, mask=mask, probe=probe)
+        own_cache = call_validation.copy_cache(cache)
+        observed(x, source=source, cache=own_cache, sequence=sequence, mask=mask, probe=probe)
         return reports[0]
 
     def merge_heads(self, o_BTOV: Tensor) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..cache import KVCache, ProjectedSource
+from ..cache import HeadGroupCache, KVCache, PagedCache, ProjectedSource
 from ..interfaces.core_types import Phase, Probe
 from ..masking.patterns import Full
 from ..masking.sequence_info import SequenceInfo
@@ -172,3 +173,16 @@ def _check_sequence(name: str, x: Tensor, sequence: SequenceInfo) -> None:
         )
     if sequence.position.device != x.device:
         raise ValueError(f"sequence is on {sequence.position.device} but {name} is on {x.device}; move one of them")
+
+
+def copy_cache(cache: KVCache | None) -> KVCache | None:
+    """A copy of a cache; paged ones share the memory of an engine and are not copied."""
+    caches = cache.caches if isinstance(cache, HeadGroupCache) else (cache,)
+    if any(isinstance(one, PagedCache) for one in caches):
+        raise ValueError("a paged cache is not copied; use hw.why(layer.spec, tokens=..., when=['paged'])")
+    try:
+        return copy.deepcopy(cache)
+    except RuntimeError:  # torch refuses to copy tensors that have a gradient function
+        raise ValueError(
+            "the cache was filled while gradients were on, so it cannot be copied; fill it under torch.no_grad()"
+        ) from None
