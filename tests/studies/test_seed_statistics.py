@@ -21,6 +21,7 @@ from headwise.studies.seed_statistics import (
     t_interval,
 )
 from headwise.studies.study_file import parse_study
+from headwise.studies.study_report import list_claims
 from headwise.studies.study_runner import CellResult, StudyResults, choose_rates
 
 TABLE: dict[str, Any] = {
@@ -99,6 +100,20 @@ def test_scores_and_comparisons():
     assert not mha.is_best
     assert linear.failures == ("seed 2: diverged",)
     assert linear.success_rate == 0.0
+
+
+@pytest.mark.parametrize(
+    ("values", "claim"),
+    [
+        ({"mha": [0.5] * 4, "gqa": [0.9] * 4, "linear": [0.7] * 4}, "all seeds of all variants reach 0.5."),
+        ({"mha": [0.5] * 4, "gqa": [0.9] * 4}, "seeds that reach 0.5: mha 4 of 4, gqa 4 of 4, linear not run."),
+        ({"mha": [0.5, None, 0.1, 0.9]}, "seeds that reach 0.5: mha 2 of 4, gqa not run, linear not run."),
+        ({}, "seeds that reach 0.5: mha not run, gqa not run, linear not run."),
+    ],
+)
+def test_claims_about_seeds_name_variants_without_runs(values: dict[str, list[float | None]], claim: str):
+    results = make_results(values)
+    assert f"recall: {claim}" in list_claims(results, score_variants(results), compare_seeds(results))
 
 
 def test_contrasts_are_in_the_correction():

@@ -372,11 +372,17 @@ def list_claims(
 
 def _claim_successes(task: StudyTask, scores: Sequence[VariantScore]) -> str:
     """How many seeds of each variant learned the task, because a model that did not says little about its attention."""
-    seeds = [(one, len(one.values) + len(one.failures)) for one in scores if math.isfinite(one.success_rate)]
-    if all(score.success_rate == 1 for score, _ in seeds):
+    if all(one.success_rate == 1 for one in scores):  # NaN without runs, as if no learning rate could be chosen
         return f"{task.name}: all seeds of all variants reach {task.threshold:g}."
-    counts = ", ".join(f"{score.variant} {round(score.success_rate * count)} of {count}" for score, count in seeds)
+    counts = ", ".join(f"{one.variant} {_count_successes(one)}" for one in scores)
     return f"{task.name}: seeds that reach {task.threshold:g}: {counts}."
+
+
+def _count_successes(score: VariantScore) -> str:
+    if not math.isfinite(score.success_rate):
+        return "not run"
+    count = len(score.values) + len(score.failures)
+    return f"{round(score.success_rate * count)} of {count}"
 
 
 def _claim_variants(study: Study, task: StudyTask, compared: Mapping[str, Comparison]) -> Iterator[str]:
