@@ -27,7 +27,7 @@ NO_LATENT = {
     "Additive", "Collaborative", "Differential", "DifferentialV", "FeatureMap", "Gaussian", "Knocking", "Latent",
     "Overlapping", "QKNorm", "Shaw", "Sum", "Value",
 }  # fmt: skip
-ONES = {"Concrete4", "Routed4", "TalkingHeads2", "TalkingHeads3"}
+ONES = {"Concrete4", "ContinuousBias1", "Routed4", "TalkingHeads2", "TalkingHeads3"}
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -404,7 +404,10 @@ HOVER_CHIPS = """async (places) => {
     chips[place].dispatchEvent(new MouseEvent('mouseover', { bubbles: true }));
     while (!written && performance.now() - begin < limit) await new Promise((done) => setTimeout(done, 1));
     const time = performance.now() - begin;
-    await new Promise((done) => setTimeout(done, 250));
+    for (let before = -1; before !== written;) {  // until nothing more is written
+      before = written;
+      await new Promise((done) => setTimeout(done, 250));
+    }
     counts.push([written, Math.round(time)]);
   }
   CSSStyleDeclaration.prototype.setProperty = write;
