@@ -11,14 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import headwise as hw
 from headwise.cli import main, train
-from headwise.costs import count_parameters
+from headwise.costs import count_parameters, roofline
 from headwise.data import make_task
 from headwise.files import read_lines
 from headwise.models import load
-from headwise.training import ConsoleLogger
+from headwise.training import ConsoleLogger, run_setup
+from headwise.training.recipe import from_dict
 from headwise.training.run_setup import replace_self_attention
 
 SMALL = ["--steps", "2", "--batch", "4", "--precision", "fp32", "--compile", "off", "--device", "cpu"]
@@ -243,7 +245,7 @@ def test_numbers_of_the_result_are_in_one_column():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("llama-65b", "cannot train llama-65b: weights, gradients and Adam need 1,045 GB"),
+        ("llama-65b", "cannot train llama-65b: weights, gradients, first moments and second moments need 1,044.6 GB"),
         ("transformer-base", "has kind 'encoder-decoder', but copy needs 'decoder'"),
     ],
 )
@@ -252,3 +254,33 @@ def test_published_models_that_cannot_be_trained_are_refused(
 ):
     assert main(["train", "copy", "--model", model, "--out", str(tmp_path / "run")]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_per_parameter", "tensors"),
+    [
+        ({}, 16, "weights, gradients, first moments and second moments"),
+        ({"optimiser": "muon"}, 12, "weights, gradients and momentum"),
+        ({"optimiser": "sgd"}, 12, "weights, gradients and momentum"),
+        ({"optimiser": "sgd", "momentum": 0.0}, 8, "weights and gradients"),
+        ({"parallelism": "data=2,shards=2"}, 8, "weights, gradients, first moments and second moments"),
+        ({"parallelism": "shards=8"}, 4, "the whole weights"),
+        ({"device": "cuda"}, 16, "weights, gradients, first moments and second moments"),
+    ],
+)
+def test_the_memory_of_training_is_that_of_optimiser_ranks_and_device(
+    changes: dict[str, object], bytes_per_parameter: int, tensors: str, monkeypatch: pytest.MonkeyPatch
+):
+    recipe, spec = from_dict({"device": "cpu"} | changes), make_task("copy").model()
+    needed = bytes_per_parameter * count_parameters(spec)
+    memory = {"cpu": 10**15, "cuda": 10**15, recipe.device: needed}
+    monkeypatch.setattr(run_setup, "resolve_device", torch.device)
+    monkeypatch.setattr(roofline, "available_memory", lambda: memory["cpu"])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, memory[device.type]))
+    train._check_memory(spec, "small", recipe)
+    memory[recipe.device] -= 1
+    with pytest.raises(ValueError, match=f"cannot train small: {tensors} need") as caught:
+        train._check_memory(spec, "small", recipe)
+    size = f"{needed / 1e9:,.1f} GB"
+    assert f"need {size}{' per rank' if 'parallelism' in changes else ''}, and " in str(caught.value)
+    assert f" has {size}; choose a smaller model" in str(caught.value)

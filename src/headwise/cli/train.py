@@ -88,6 +88,8 @@ EXPERT_OPTIONS = {
 CHECKPOINT_FOLDER, MANIFEST_FILE = "checkpoint", "headwise.toml"  # a test compares them with those of the library
 RESUME_HINT = "run the same command with --resume to continue"
 MAX_TEXT_BYTES = 2**20  # largest recipe file that is read
+# Conventions of the memory of training by optimiser; that of Muon counts one moment for all parameters, a lower bound.
+OPTIMISER_MEMORY = {"adamw": "adam-fp32", "muon": "muon", "sgd": "sgd-momentum"}
 
 
 def main(argv: list[str]) -> int:
@@ -284,16 +286,35 @@ def _with_model_tokenizer(task: Task, model: str) -> Task:
     return replace(task, tokens=str(path)) if isinstance(task, TextTask) and path.is_file() else task
 
 
-def _check_memory(model_spec: ModelSpec, name: str) -> None:
-    """Refuse a model whose weights, gradients and two moments of Adam in float32 do not fit into the main memory."""
+def _check_memory(model_spec: ModelSpec, name: str, recipe: Recipe) -> None:
+    """Refuse a model whose weights, gradients and optimiser state do not fit into the memory of the device."""
+    import torch
+
     from ..costs import count_parameters
     from ..costs.roofline import available_memory
+    from ..costs.training_memory import OptimiserMemory
+    from ..distributed.parallelism import AUTO, Parallelism
+    from ..training.run_setup import resolve_device
 
-    needed, available = 16 * count_parameters(model_spec), available_memory()
+    tensors = dict(OptimiserMemory.from_name(OPTIMISER_MEMORY[recipe.optimiser]).bytes_by_tensor)
+    if recipe.optimiser == "sgd" and not recipe.momentum:
+        del tensors["momentum"]
+    parallelism = Parallelism() if recipe.parallelism == AUTO else Parallelism.parse(recipe.parallelism)
+    parts = parallelism.shards * parallelism.tensor
+    *first, last = tensors
+    # Every rank builds the whole model before it is divided.
+    sizes = {f"{', '.join(first)} and {last}": sum(tensors.values()) / parts, "the whole weights": tensors["weights"]}
+    what, size = max(sizes.items(), key=lambda item: item[1])
+    device = resolve_device(recipe.device)
+    if device.type not in ("cpu", "cuda"):
+        return
+    available = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else available_memory()
+    needed = size * count_parameters(model_spec)
     if needed > available:
+        owner = "this machine" if device.type == "cpu" else str(device)
         raise UsageError(
-            f"cannot train {name}: weights, gradients and Adam need {needed / 1e9:,.0f} GB, and this machine has "
-            f"{available / 1e9:,.0f} GB; choose a smaller model"
+            f"cannot train {name}: {what} need {needed / 1e9:,.1f} GB{' per rank' if parts > 1 else ''}, and {owner} "
+            f"has {available / 1e9:,.1f} GB; choose a smaller model"
         )
 
 
@@ -319,7 +340,7 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
         return replace_self_attention(task.model(), name)
     target = resolve_target(name, {}, [])
     if not isinstance(target, AttentionSpec):
-        _check_memory(target, name)
+        _check_memory(target, name, recipe)
         return target
     return replace_self_attention(task.model(), partial(_check_width, target, name, task.name))
 
