@@ -710,7 +710,7 @@ def test_a_drawing_is_small_and_its_words_stay_in_their_columns():
     assert max(len(text.text or "") for text in texts["row"]) * 0.7 * 11.5 < benchmark_report.TARGET_X
     for kind, wide in (("missed", 0.7), ("open", 0.61)):
         assert (
-            max(len(text.text or "") for text in texts[kind]) * wide * 11.5
+            max((len(text.text or "") for text in texts[kind]), default=0) * wide * 11.5
             < benchmark_report.CHART_WIDTH - benchmark_report.TARGET_X
         )
     places = [(text.get("x"), text.get("y")) for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
