@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from headwise.errors import SpecError
 from headwise.studies.cells import CellGrid
 from headwise.studies.study_file import parse_study, read_study
 
+STUDIES = Path(__file__).parents[2] / "studies"
 RECALL = {"vocabulary": 32, "length": 32, "pairs": 4}
 TABLE: dict[str, Any] = {
     "hypothesis": "fewer key-value heads recall as much",
@@ -144,6 +146,15 @@ def test_a_scale_leaves_out_contrasts():
     table["scales"] = {"page": {"tasks": {"recall": {"tests": {"longer": False}}}}, "two": {"variants": {"few": False}}}
     assert [one.name for one in parse_study(table, "few", "page", {}).contrasts] == names[1:]
     assert parse_study(table, "few", "two", {}).contrasts == ()
+    table["tasks"] = {**TABLE["tasks"], "copy": {}}
+    table["scales"] = {"copy": {"tasks": {"recall": False}}}
+    assert [one.name for one in parse_study(table, "few", "copy", {}).contrasts] == names[1:]
+
+
+@pytest.mark.parametrize("path", sorted(STUDIES.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_study_is_read_at_every_scale(path: Path):
+    for scale in ("small", *tomllib.loads(path.read_text())["scales"]):
+        assert read_study(path, scale).scale == scale
 
 
 def test_a_variant_from_a_file_and_a_resized_model(tmp_path: Path):

@@ -166,7 +166,7 @@ def parse_study(
         tuning_seed=record.read_int("tuning_seed", default=0),
         head_texts=record.read_int("head_texts", default=16),
         edits={key: _parse_edit(key, values) for key, values in _chosen(merged, "edits").items()},
-        contrasts=parse_contrasts(merged.get("contrasts", []), _contrast_tables(merged)),
+        contrasts=parse_contrasts(merged.get("contrasts", []), _contrast_tables(table, merged)),
         scale=scale,
         folder=folder,
     )
@@ -250,12 +250,15 @@ def _parse_edit(name: str, values: Any) -> ModelEdit:
     return ModelEdit.parse(name, values)
 
 
-def _contrast_tables(merged: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Names that contrasts may have, with those that the scale sets to false; tests are those of any task."""
-    tests: dict[str, Any] = {}
-    for task in _table(merged, "tasks").values():
-        for name in task.get("tests", {}) if isinstance(task, Mapping) else {}:
-            tests[name] = tests.get(name) or task["tests"][name] is not False
+def _contrast_tables(table: Mapping[str, Any], merged: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Names that contrasts may have, with those that the scale sets to false; tests are those of any task.
+
+    Tests of a task that the scale leaves out are only in the unmerged table.
+    """
+    tasks = [task for task in _table(table, "tasks").values() if isinstance(task, Mapping)]
+    tests = {name: False for task in tasks for name in _table(task, "tests")}
+    for task in _chosen(merged, "tasks").values():
+        tests |= dict.fromkeys(_chosen(task, "tests"), True)
     return {"variants": _table(merged, "variants"), "edits": _table(merged, "edits"), "tests": tests}
 
 
