@@ -338,6 +338,19 @@ def test_the_budget_holds_and_requests_wait_for_free_pages():
     assert engine.report().peak_bytes == 2 * each
 
 
+def test_the_budget_holds_when_a_layer_gathers_several_groups_of_heads():
+    """All groups of a layer's heads lie in the gather buffer at once."""
+    net = language(plain(heads=4, pattern="perhead((window(60), causal()), (0, 0, 1, 1))"))
+    engine = hw.Engine(net, budget=131_072, batching=hw.BatchingConfig(rows=16, page=4, chunk=64))
+    prefix = [n % TOKENS for n in range(48)]
+    engine.submit([*prefix, 0], max_new_tokens=2).result()
+    prompts = [[*prefix, n] for n in range(12)]
+    streams = [engine.submit(prompt, max_new_tokens=8) for prompt in prompts]
+    while engine.step():
+        assert engine.memory.nbytes <= engine.memory.budget
+    assert [stream.result() for stream in streams] == [alone(net, prompt, 8) for prompt in prompts]
+
+
 def resident_bytes(tensor: torch.Tensor) -> int:
     """The bytes of a tensor that have memory of the machine."""
     begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE

@@ -193,7 +193,7 @@ class PageLayout:
 
     @property
     def widest(self) -> int:
-        """Largest number of elements of one page that belong to a single layer."""
+        """Largest number of elements of one page that belong to one layer, or to one group of its heads."""
         each = (sum(self.groups[p.group].page * p.heads * p.width for p in places.values()) for places in self.layers)
         return max(each, default=0)
 

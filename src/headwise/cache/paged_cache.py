@@ -349,7 +349,7 @@ class PagePool:
         return flat.unflatten(1, (place.heads, tokens, place.width))
 
     def reserve(self, pages: int) -> None:
-        """Reserve the gather buffer for `pages` pages of any layer."""
+        """Reserve the gather buffer for `pages` pages of any layer, those of all groups of its heads together."""
         self._buffer = reserve_zeros((pages * self.paging.widest,), self.storage.dtype, self.storage.device)
 
     def gather(self, layer: int, row_pages: RowPages, head_group: int = 0) -> KVEntry:

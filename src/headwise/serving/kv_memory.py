@@ -137,6 +137,11 @@ class KVMemory:
         ]
         self._source_buffers = [_make_source_buffers(spec, batching, like) for spec in self._cross_specs]
         self.paging = PageLayout.for_specs(list_stored_specs(paged), batching.page)
+        retentions = [group[:2] for group in self.paging.groups]
+        # Retention groups of each layer, without repetition: one, or one for each group of its heads.
+        self._groups_of_layers = {
+            tuple(retentions.index(stored.pattern.retention) for stored in list_stored_specs([spec])) for spec in paged
+        }
         self.pages = self._num_affordable_pages(like)
         self.pool = PagePool(paged, pages=self.pages, page=batching.page, dtype=like.dtype, device=like.device)
         self.pool.reserve(self.pages)
@@ -221,10 +226,11 @@ class KVMemory:
         self._clear_states(slot)
 
     def max_gathered_pages(self, slot: CacheSlot, count: int) -> int:
-        """Maximum number of pages that a layer gathers for a row after `count` more tokens."""
+        """Maximum number of pages that a layer gathers for a row after `count` more tokens, for all groups of heads."""
         end = slot.row.length + count
         groups = zip(self.paging.groups, slot.row.reserved_pages, strict=True)
-        return max((min(-(-end // group.page), need) for group, need in groups), default=0)
+        pages = [min(-(-end // group.page), need) for group, need in groups]
+        return max((sum(pages[group] for group in layer) for layer in self._groups_of_layers), default=0)
 
     def remember(self, slot: CacheSlot, encoder_output: EncoderOutput) -> None:
         """Store the projected keys and values of a row's source."""
