@@ -98,6 +98,11 @@ MISTAKES = {
     "contrast after an edit": ({"contrasts": [["few after half", "mha"]]}, "not in edits"),
     "measure": ({"contrasts": [["entropi of few", "mha"]]}, "did you mean 'entropy'"),
     "place": ({"contrasts": [["change of few", "mha"]]}, "is not measured there"),
+    "step in words": ({"contrasts": [["entropy of few at step seven", "entropy of few"]]}, 'write a number, as in "at'),
+    "padded step": ({"contrasts": [["entropy of few at step 07", "entropy of few"]]}, "has the step '07'"),
+    "unlike measures": ({"contrasts": [["entropy of few", "mha"]]}, "takes the metric of the task from entropy"),
+    "itself": ({"contrasts": [["few", "few"]]}, "compares 'few' with itself"),
+    "repeated": ({"contrasts": [["few on longer", "mha"], ["mha", "few on longer"]]}, "twice, perhaps in another"),
     "single contrast": ({"contrasts": ["few"]}, "no pair of texts"),
     "words": ({"contrasts": [["few in half", "mha"]]}, "VARIANT after EDIT"),
     "empty": ({"variants": {}}, "0 variants and 1 tasks"),
@@ -149,6 +154,31 @@ def test_a_scale_leaves_out_contrasts():
     table["tasks"] = {**TABLE["tasks"], "copy": {}}
     table["scales"] = {"copy": {"tasks": {"recall": False}}}
     assert [one.name for one in parse_study(table, "few", "copy", {}).contrasts] == names[1:]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "step", "words"),
+    [
+        ({}, 0, ""),
+        ({}, 200, "with recipe.keep = 1 heads are only measured at step 0; set recipe.keep = 2, or use step 0"),
+        ({"keep": 2}, 200, ""),
+        ({"keep": 9}, 60, "every 50 steps and at the last, 200; use one of these, or step 0"),
+        ({"keep": 9}, 250, "every 50 steps and at the last, 200"),
+        ({"keep": 6}, 100, "up to 6 later ones replace it; set recipe.keep = 7"),  # 120, 140, 150, 160, 180 and 200
+        ({"keep": 7}, 100, ""),
+        ({"keep": 2, "checkpoint_every": 60, "evaluate_every": 90}, 120, "up to 2 later ones"),  # 180 (of both) and 200
+        ({"keep": 4, "checkpoint_every": 60, "evaluate_every": 150}, 120, ""),  # 150, 180 and 200
+    ],
+)
+def test_contrasts_at_steps_need_a_checkpoint(recipe: dict[str, int], step: int, words: str):
+    contrast = [f"entropy of few at step {step}", "entropy of few"]
+    table = {**TABLE, "contrasts": [contrast], "recipe": {"steps": 200, "lr": 0.001, **recipe}}
+    study = parse_study(table, "few", "small", {})
+    if words:
+        with pytest.raises(SpecError, match=words):
+            CellGrid(study)
+    else:
+        assert CellGrid(study).study.contrasts[0].left.name == str(step)
 
 
 @pytest.mark.parametrize("path", sorted(STUDIES.glob("*.toml")), ids=lambda path: path.stem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,6 +13,7 @@ from ..data import Batch, Task
 from ..errors import SpecError
 from ..model_spec import ModelSpec, serialization as model_serialization
 from ..training.recipe import Recipe, from_dict, to_dict
+from .contrasts import Readout
 from .study_file import CELL_EXECUTION, Study, StudyTask, Variant
 from .variant_models import VariantModel, make_variant_model
 
@@ -57,6 +59,10 @@ class CellGrid:
                 self.models[key] = make_variant_model(study, variant, task, self.batches[key])
         for task in study.tasks.values():
             self._check_all_differ(task.name)
+        for contrast in study.contrasts:
+            for readout in (contrast.left, contrast.right):
+                if readout.place == "at step":
+                    self._check_step(readout)
 
     @property
     def pairs(self) -> Iterator[tuple[Variant, StudyTask]]:
@@ -76,6 +82,14 @@ class CellGrid:
                     "give it other options"
                 )
             names[key] = name
+
+    def _check_step(self, readout: Readout) -> None:
+        """Raise unless the heads of the readout are measured at its step on one task or more."""
+        problems = [
+            explain_missing_step(self.recipes[readout.variant, task], readout.name) for task in self.study.tasks
+        ]
+        if all(problems):
+            raise SpecError(f"the contrast of {readout.text!r} cannot be measured: {problems[0]}")
 
     def rates(self, variant: Variant) -> tuple[float, ...]:
         """The learning rates that are tried for a variant."""
@@ -129,6 +143,26 @@ def make_recipe(study: Study, variant: Variant, task: StudyTask) -> Recipe:
         return from_dict({**evaluations, **changes, **CELL_EXECUTION})
     except SpecError as error:
         raise SpecError(f"the recipe of {variant.name!r} on {task.name!r}: {error}") from None
+
+
+def explain_missing_step(recipe: Recipe, text: str) -> str:
+    """Why the heads may not be measured at a step, with a remedy; "" at step 0 and where a checkpoint is kept.
+
+    Any evaluation can be the best so far and write a checkpoint, which counts among the last `keep`.
+    """
+    step, last, every = int(text), recipe.steps, recipe.checkpoint_every
+    if step == 0:
+        return ""
+    if step > last or (step % every and step != last):
+        return f"checkpoints are written every {every} steps and at the last, {last}; use one of these, or step 0"
+    later = sum(last // one - step // one for one in (every, recipe.evaluate_every))
+    common = math.lcm(every, recipe.evaluate_every)
+    later -= last // common - step // common
+    later += step < last and last % every > 0 and last % recipe.evaluate_every > 0
+    if 1 < recipe.keep > later:
+        return ""
+    fact = f"up to {later} later ones replace it" if recipe.keep > 1 else "heads are only measured at step 0"
+    return f"with recipe.keep = {recipe.keep} {fact}; set recipe.keep = {max(2, later + 1)}, or use step 0"
 
 
 def describe_task(task: Task) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from .cell_heads import HEAD_MEASURES
 CHANGE, LEARNING = "change", "learning"
 OTHER_HEAD_NUMBERS = ("diversity", "score_deviation", "score_rank", "score_change")
 MEASURES = (CHANGE, LEARNING, *HEAD_MEASURES, *OTHER_HEAD_NUMBERS)
+STEP = re.compile("0|[1-9][0-9]{0,8}")
 PATTERN = re.compile(r"(?:(?P<measure>\S+) of )?(?P<variant>\S+)(?: (?P<place>after|on|at step) (?P<name>\S+))?")
 
 
@@ -58,6 +59,10 @@ class Readout:
         places = {"": ("", "after", "on"), CHANGE: ("after", "on"), LEARNING: ("",)}
         if self.place not in places.get(self.measure, ("", "on", "at step")):
             raise SpecError(f"the contrast of {self.text!r} is not measured {self.place or 'there'}; correct the file")
+        if self.place == "at step" and not STEP.fullmatch(self.name):
+            raise SpecError(
+                f'the contrast of {self.text!r} has the step {self.name!r}; write a number, as in "at step 0"'
+            )
 
     def read(self, result: Mapping[str, Any], metric: str) -> float | None:
         """The number of one cell; None if it was not measured, as on a test that the task does not have."""
@@ -92,6 +97,14 @@ class Contrast:
         """The contrast in words."""
         return f"{self.left.text} minus {self.right.text}"
 
+    def check(self) -> None:
+        """Raise SpecError unless both readouts are of one measure and differ."""
+        if self.left.text == self.right.text:
+            raise SpecError(f"a contrast compares {self.left.text!r} with itself; give two different readouts")
+        left, right = (one.measure or "the metric of the task" for one in (self.left, self.right))
+        if left != right:
+            raise SpecError(f"the contrast {self.name!r} takes {right} from {left}; give two readouts of one measure")
+
 
 def parse_contrasts(values: object, tables: Mapping[str, Mapping[str, Any]]) -> tuple[Contrast, ...]:
     """Read the contrasts of a study file.
@@ -102,12 +115,17 @@ def parse_contrasts(values: object, tables: Mapping[str, Mapping[str, Any]]) -> 
     if not isinstance(values, list):
         raise SpecError(f'contrasts = {values!r} is no list; write contrasts = [["VARIANT", "VARIANT"]]')
     contrasts: list[Contrast] = []
+    pairs: set[frozenset[str]] = set()
     for pair in values:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, str) for one in pair)):
             raise SpecError(f'contrasts has {pair!r}, which is no pair of texts; write ["VARIANT", "VARIANT"]')
-        left, right = Readout.parse(pair[0]), Readout.parse(pair[1])
-        if _is_chosen(left, tables) & _is_chosen(right, tables):
-            contrasts.append(Contrast(left, right))
+        contrast = Contrast(Readout.parse(pair[0]), Readout.parse(pair[1]))
+        contrast.check()
+        if frozenset(pair) in pairs:
+            raise SpecError(f"contrasts has {contrast.name!r} twice, perhaps in another order; leave one of them out")
+        pairs.add(frozenset(pair))
+        if _is_chosen(contrast.left, tables) & _is_chosen(contrast.right, tables):
+            contrasts.append(contrast)
     return tuple(contrasts)
 
 
