@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from headwise import cli, costs, model_spec as bp
+from headwise.cache import HiddenStateCache
 from headwise.costs.cost_report import estimate_cost
 from headwise.costs.training_memory import recompute_flops
 from headwise.data import Batch, make_task
@@ -268,6 +269,17 @@ def test_cached_steps_of_padded_rows_give_the_outputs_of_each_row_alone(network:
     new = net(torch.tensor([[5], [5]]), cache=cache)
     alone = net(torch.cat([x[2, :2] if pad == "right" else x[2, -2:], torch.tensor([5])])[None])
     torch.testing.assert_close(new[0, -1], alone[0, -1], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("network", DECODERS)
+def test_a_cache_holds_no_more_memory_than_its_states(network: str):
+    net = built_decoder(network)
+    cache = net.cache(batch=3, capacity=60)
+    for count in (50, 1):
+        net(torch.randint(VOCAB, (3, count)), cache=cache)
+        mixers = [layer["mixer"] for layer in cache.layers]
+        states = [one.state for one in mixers if isinstance(one, HiddenStateCache) and one.state is not None]
+        assert sum(state.untyped_storage().nbytes() for state in states) == cache.nbytes
 
 
 @pytest.mark.parametrize("network", DECODERS)

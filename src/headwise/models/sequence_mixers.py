@@ -49,7 +49,8 @@ class SequenceMixer(SpecModule):
         state = self.initial_state(x_BTD, source_state) if state is None else state
         y_BTD, state = self.mix(x_BTD, state, is_real)
         if cache is not None:
-            cache.advance(state, sequence)
+            # The state of a convolution is a view of all its tokens, which the cache would keep in memory.
+            cache.advance(state.clone(), sequence)
         return y_BTD
 
     def initial_state(self, x_BTD: Tensor, source_state: Tensor | None) -> Tensor:
