@@ -125,6 +125,15 @@ def test_python_takes_images_as_tensors(folders: dict[str, Path]):
         assert str(hw.prune(model, 0.5, pixels)).startswith("vit: 4 of 8 heads kept")
     with pytest.raises(hw.SpecError, match="the images are 3 x 12 x 12, but the model takes 3 x 12 x 20; resize"):
         hw.heads(vit, pixels[..., :12])
+    larger = torch.cat([pixels, pixels[:, :, :1]], 2)  # the model itself would crop it
+    for analyse in (lambda: hw.importance(hw.load(folders["bare"]), larger), lambda: hw.prune(vit, 0.5, larger)):
+        with pytest.raises(hw.SpecError, match="the images are 3 x 13 x 20, but the model takes 3 x 12 x 20; resize"):
+            analyse()
+    for images in (pixels[:1], [pixels[0]]):
+        with pytest.raises(hw.SpecError, match="1 image is too few; give at least 2"):
+            hw.heads(vit, images)
+    with pytest.raises(hw.SpecError, match="0 images are too few; give at least 2"):
+        hw.importance(vit, pixels[:0])
 
 
 def test_a_headwise_folder_takes_floats(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):

@@ -138,7 +138,12 @@ def as_pixels(images: Any) -> Tensor | None:
 
 
 def plain_image_examples(model: nn.Module, pixels: Tensor) -> list[Example]:
-    """An example of each image, without the places of its patches."""
+    """An example of each image, without the places of its patches.
+
+    A headwise model would crop an image of another size; other models check their inputs themselves.
+    """
+    if isinstance(model, Transformer):
+        _check_image_size(PatchLayout.from_model(model), pixels)
     name = "x" if isinstance(model, Transformer) else "pixel_values"
     return [Example({name: image[None]}, {}) for image in pixels]
 
@@ -146,10 +151,7 @@ def plain_image_examples(model: nn.Module, pixels: Tensor) -> list[Example]:
 def examples_from_pixels(model: nn.Module, pixels: Tensor) -> ImageExamples:
     """Examples of images [n, channels, height, width] as a vision model takes them."""
     layout = PatchLayout.from_model(model)
-    expected = (layout.channels, *layout.size)
-    if tuple(pixels.shape[1:]) != expected:
-        shapes = [" x ".join(map(str, shape)) for shape in (pixels.shape[1:], expected)]
-        raise SpecError(f"the images are {shapes[0]}, but the model takes {shapes[1]}; resize or convert them")
+    _check_image_size(layout, pixels)
     name = "x" if isinstance(model, Transformer) else "pixel_values"
     inputs = [{name: image[None]} for image in pixels]
     counts = _count_tokens(model, inputs[0])
@@ -165,6 +167,13 @@ def examples_from_pixels(model: nn.Module, pixels: Tensor) -> ImageExamples:
     skipped = [site for site in counts if site not in sites]
     note = f"not measured, because their tokens are not the patches of the image: {', '.join(skipped)}"
     return ImageExamples([Example(one, {"text": tokens}) for one in inputs], sites, (note,) if skipped else ())
+
+
+def _check_image_size(layout: PatchLayout, pixels: Tensor) -> None:
+    expected = (layout.channels, *layout.size)
+    if tuple(pixels.shape[1:]) != expected:
+        shapes = [" x ".join(map(str, shape)) for shape in (pixels.shape[1:], expected)]
+        raise SpecError(f"the images are {shapes[0]}, but the model takes {shapes[1]}; resize or convert them")
 
 
 def read_images(model: nn.Module, path: str | Path, limit: int) -> Tensor:

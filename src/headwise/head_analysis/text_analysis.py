@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..inspect.forward_arguments import check_is_module
@@ -48,8 +48,8 @@ def read_texts(model: nn.Module, texts: Any, min_count: int = 0) -> tuple[list[E
     """
     if isinstance(texts, ExampleReader):
         return texts.examples_with_frequencies(), texts.notes
-    pixels = as_pixels(texts)
-    if pixels is not None and len(pixels) >= min_count:
+    pixels = _read_pixels(texts, min_count)
+    if pixels is not None:
         return plain_image_examples(model, pixels), ()
     items = _list_texts(texts)
     examples = [item for item in items if isinstance(item, Example)]
@@ -61,6 +61,15 @@ def read_texts(model: nn.Module, texts: Any, min_count: int = 0) -> tuple[list[E
         reasons = f" ({'; '.join(notes)})" if notes else ""
         raise SpecError(f"only {len(examples)} of the texts can be read{reasons}; give at least {min_count}")
     return examples, notes
+
+
+def _read_pixels(images: Any, min_count: int) -> Tensor | None:
+    """Images as one tensor, at least `min_count`; None for anything else."""
+    pixels = as_pixels(images)
+    if pixels is not None and len(pixels) < min_count:
+        count = "1 image is" if len(pixels) == 1 else f"{len(pixels)} images are"
+        raise SpecError(f"{count} too few; give at least {min_count}")
+    return pixels
 
 
 def _list_texts(texts: Any) -> list[Any]:
@@ -141,8 +150,8 @@ def heads(
     ('2 texts', ['unclear', 'unclear'])
     """
     with text_reader(model, tokenizer) as reader:
-        pixels = as_pixels(texts)
-        if pixels is not None and len(pixels) >= 2:
+        pixels = _read_pixels(texts, min_count=2)
+        if pixels is not None:
             examples, sites, notes = examples_from_pixels(reader, pixels)
             kind, notes = "images", (*notes, NOT_FOR_IMAGES)
             options = options._replace(metrics=IMAGE_METRICS, sites=options.sites or sites)
