@@ -40,6 +40,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "preset": (lambda: hw.design(preset="gqa", model=8, heads=PRIME), "too large; give 65536 or less"),
     "python": (lambda: hw.design(model=10**6000, heads=2), "a number of 6001 digits is too large"),
     "part": (lambda: Latent(rank=2**64), "Latent.rank = 18446744073709551616 is too large"),
+    "grid": (
+        lambda: hw.ContinuousBias(rows=10**6, columns=10**6),
+        "hidden of ContinuousBias = 2047997952000512 is too large; give 268435456 or less",
+    ),
     "toml": (lambda: hw.from_toml("a = " + "[" * 100_000), "nested too deeply; give at most 64 levels"),
     "json": (lambda: hw.from_json("[" * 100_000), "nested too deeply; give at most 64 levels"),
     "shallow json": (lambda: hw.from_json('{"a":' * 65 + "1" + "}" * 65), "nested too deeply"),

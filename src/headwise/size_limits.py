@@ -16,6 +16,7 @@ from .errors import SpecError
 MAX_HEADS = 1 << 16  # some lists have one item per head
 MAX_HEAD_DIM = 1 << 16
 MAX_WIDTH = 1 << 24
+MAX_BIAS_NETWORK = 1 << 28  # hidden units of all offsets of a continuous bias; 1 GiB in float32
 MAX_TRACE_TOKENS = 1 << 24  # of one text in a trace
 MAX_INTEGER = (1 << 64) - 1
 MAX_NESTING = 64  # tables and lists inside each other

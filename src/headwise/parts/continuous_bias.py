@@ -14,6 +14,7 @@ from ..interfaces import ScoreStep
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CallSize, Param, PartParams, QueryContext, ScorePosition, SpecFactory
 from ..interfaces.part import part
+from ..size_limits import MAX_BIAS_NETWORK, check_size
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import normal_with_std, zeros_init
 
@@ -43,6 +44,11 @@ class ContinuousBias(ScoreStep):
     output: str = "sigmoid"
     trained_rows: int = 0
     trained_columns: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = "(2 rows - 1) (2 columns - 1) hidden of ContinuousBias"
+        check_size(name, self._num_offsets * self.hidden, MAX_BIAS_NETWORK)
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         for name in ("rows", "columns", "hidden"):
