@@ -294,6 +294,14 @@ def test_an_answer_that_ends_behind_those_that_go_on_is_none():
     assert search.over[0].value == pytest.approx(math.log(0.6 * 0.7) / 2)
 
 
+def test_beams_remain_active_however_many_extensions_end():
+    """All tokens but the least likely two end an output, as a constraint or a stop text can require."""
+    search = BeamSearch(hw.DecodingConfig(beams=2), 3, frozenset(), lambda ids: ids[-1] < 9)
+    assert search.step((torch.arange(11, 0, -1) / 100).log_softmax(-1)[None]) == [0, 0]
+    assert [one.ids for one in search.active] == [(9,), (10,)]
+    assert [one.ids for one in search.over] == [(0,), (1,)]
+
+
 @pytest.mark.parametrize("power", [0.0, 1.0])
 def test_as_many_beams_as_tokens_find_the_best_of_two(net: hw.Transformer, power: float):
     """Through the door that users take: of two tokens nothing is lost, and ends may lie anywhere."""

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import headwise as hw
 from headwise.data.vocabulary import ByteVocabulary
 from headwise.errors import SpecError
-from headwise.generation.output_constraint import ConstraintError, list_token_bytes
+from headwise.generation.output_constraint import ConstraintError, OutputGrammar, list_token_bytes
 from headwise.generation.text_output import ModelTokenizer
 
 TEXTS = ['{"name": "Ada", "age": 36}', "the quick brown fox jumps over 13 lazy dogs", "[1, 2.5, true, null]", "café"]
@@ -149,6 +149,47 @@ def test_beams_find_the_best_outputs_that_a_constraint_allows(beams: int):
         assert set(found) <= set(texts)
         if beams == 9:  # "q" alone does not end, because "az" may follow and the model has no end token
             assert found == best[:2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("letter", "other"), ["xy", "yx"])
+def test_beams_cut_at_the_token_limit_rank_after_complete_ones(letter: str, other: str, temperature: float):
+    """The cut hypothesis has the higher score for one of the two orders of the letters."""
+    net = make_net(ByteVocabulary().document)
+    options = {"max_new_tokens": 8, "temperature": temperature, "seed": 0}
+    config = hw.DecodingConfig(beams=2, best=2, regex=f"{letter}|{other}{{20}}")
+    assert hw.generate(net, "the", **options, config=config) == [letter, other * 8]
+    assert hw.generate(net, "the", **options, config=hw.DecodingConfig(beams=2, regex=config.regex)) == letter
+    both_match = hw.DecodingConfig(beams=2, best=2, regex=f"{letter}|{other}{{8,20}}")
+    scores = {text: log_probability(net, "the", text) / len(text) for text in (letter, other * 8)}
+    if not temperature:
+        assert hw.generate(net, "the", **options, config=both_match) == sorted(scores, key=lambda text: -scores[text])
+
+
+def test_a_stop_text_in_an_incomplete_output_does_not_outrank_complete_ones():
+    net = make_net(ByteVocabulary().document)
+    options = {"beams": 2, "regex": "xz|y{20}", "stop": ("y",), "length_penalty": 0.0}
+    both = hw.generate(net, "the", max_new_tokens=8, config=hw.DecodingConfig(**options, best=2))
+    one = hw.generate(net, "the", max_new_tokens=8, config=hw.DecodingConfig(**options))
+    assert (both, one) == (["xz", ""], "xz")
+
+
+def test_beams_compile_a_constraint_once_whatever_their_number_of_tokens(monkeypatch: pytest.MonkeyPatch):
+    matchers = list[object]()
+    make_matcher = OutputGrammar.make_matcher
+
+    def count_matchers(grammar: OutputGrammar) -> object:
+        matchers.append(make_matcher(grammar))
+        return matchers[-1]
+
+    monkeypatch.setattr(OutputGrammar, "make_matcher", count_matchers)
+    net, counts = make_net(ByteVocabulary().document), list[int]()
+    for length in (2, 20):
+        text = hw.generate(net, "the", max_new_tokens=length, config=hw.DecodingConfig(beams=3, regex="[a-z]*"))
+        assert re.fullmatch(f"[a-z]{{{length}}}", text)
+        counts.append(len(matchers))
+        matchers.clear()
+    assert counts[0] == counts[1]
 
 
 def test_beams_satisfy_a_schema_and_report_dead_ends():

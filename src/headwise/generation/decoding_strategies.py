@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from .decoding_state import (
     run_decode_steps,
     sample_tokens,
 )
+from .output_constraint import ConstrainedBeams
 from .text_output import Completion
 
 # --- Greedy decoding -----------------------------------------------------------------------------------
@@ -77,7 +78,6 @@ def _check_greedy_inputs(net: Transformer, prompt: Tensor, count: int, tokens: S
 # --- Beam search ---------------------------------------------------------------------------------------
 
 IsFinished = Callable[[Sequence[int]], bool]  # whether an output with these ids has ended
-AllowedTokens = Callable[[Sequence[int]], Tensor]  # which ids may follow these, as booleans
 
 
 class BeamHypothesis(NamedTuple):
@@ -85,6 +85,7 @@ class BeamHypothesis(NamedTuple):
 
     value: float
     ids: tuple[int, ...]
+    is_valid: bool = True  # a finished one satisfies the constraint
 
 
 @dataclass
@@ -93,7 +94,8 @@ class BeamSearch:
 
     Each step ranks enough of the extensions by one token that `beams` remain active whatever ends. An extension that
     ends, or has `count` tokens, is finished if it is among the first `beams`; its score is its sum divided by
-    length ** length_penalty. The search ends when no active hypothesis can beat the `best` finished ones.
+    length ** length_penalty. Hypotheses that the token limit or a stop text ends before they satisfy the
+    constraint are last. The search ends when no active hypothesis can beat the `best` finished ones.
     """
 
     how: DecodingConfig
@@ -101,6 +103,7 @@ class BeamSearch:
     ends: frozenset[int]
     ended: IsFinished
     stream: RandomStream | None = None  # None ranks extensions, a stream samples them
+    constraint: ConstrainedBeams | None = None
     active: list[BeamHypothesis] = field(default_factory=lambda: [BeamHypothesis(0.0, ())])
     over: list[BeamHypothesis] = field(default_factory=list)
 
@@ -110,18 +113,16 @@ class BeamSearch:
             torch.tensor([[hypothesis.value] for hypothesis in self.active], dtype=torch.float64)
             + log_probs.double().cpu()
         )
-        num_ranked = max(2, 1 + len(self.ends)) * self.how.beams
-        if self.how.is_constrained and self.stream is None:
-            num_ranked = sums.numel()  # any token may complete the output, not the end ids alone
-        values, places = self._choose_extensions(sums.flatten(), min(num_ranked, sums.numel()))
         before, self.active = self.active, []
+        is_last = len(before[0].ids) + 1 == self.count
         parents: list[int] = []
-        for rank, (value, place) in enumerate(zip(values.tolist(), places.tolist(), strict=True)):
+        for rank, (value, place) in enumerate(self._iter_extensions(sums.flatten())):
+            is_full = is_last or len(self.active) == self.how.beams
+            if value == NEG_INF or (rank >= self.how.beams and is_full):
+                break
             parent, token_id = divmod(place, sums.shape[1])
             answer = BeamHypothesis(value, (*before[parent].ids, token_id))
-            if value == NEG_INF or (rank >= self.how.beams and len(self.active) == self.how.beams):
-                break
-            if len(answer.ids) == self.count or self.ended(answer.ids):
+            if is_last or self._has_ended(answer.ids):
                 self._add_finished(answer, rank)
             elif len(self.active) < self.how.beams:
                 self.active.append(answer)
@@ -130,28 +131,40 @@ class BeamSearch:
             self.active = []
         return parents[: len(self.active)]
 
-    def _choose_extensions(self, sums: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Sums and indices of the extensions to consider, best first: the highest, or sampled without replacement."""
-        if self.stream is None:
-            return sums.topk(count)
-        places = torch.tensor(draw_without_replacement(sums, count, self.stream), dtype=torch.int64)
-        values, order = sums[places].sort(descending=True, stable=True)
-        return values, places[order]
+    def _iter_extensions(self, sums: Tensor) -> Iterator[tuple[float, int]]:
+        """Iterate over sums and indices of the extensions, best first: all of them, or a sample without replacement.
+
+        The first ones suffice if outputs end at end ids alone; a constraint or a stop text may end more.
+        """
+        count = min(max(2, 1 + len(self.ends)) * self.how.beams, len(sums))
+        if self.stream is not None:
+            places = torch.tensor(draw_without_replacement(sums, count, self.stream), dtype=torch.int64)
+            values, order = sums[places].sort(descending=True, stable=True)
+            yield from zip(values.tolist(), places[order].tolist(), strict=True)
+            return
+        for _ in range(0, len(sums), count):
+            values, places = sums.topk(count)
+            yield from zip(values.tolist(), places.tolist(), strict=True)
+            sums[places] = NEG_INF
+
+    def _has_ended(self, ids: tuple[int, ...]) -> bool:
+        return self.ended(ids) or (self.constraint is not None and self.constraint.is_complete(ids))
 
     def _add_finished(self, answer: BeamHypothesis, rank: int) -> None:
         if rank < self.how.beams:
-            score = answer.value / len(answer.ids) ** self.how.length_penalty
-            self.over = sorted([*self.over, BeamHypothesis(score, answer.ids)], key=lambda one: -one.value)[
-                : self.how.beams
-            ]
+            score, ids = answer.value / len(answer.ids) ** self.how.length_penalty, answer.ids
+            is_valid = self.constraint is None or ids[-1] in self.ends or self.constraint.is_satisfied(ids)
+            finished = [*self.over, BeamHypothesis(score, ids, is_valid)]
+            self.over = sorted(finished, key=lambda one: (not one.is_valid, -one.value))[: self.how.beams]
 
     @property
     def _is_decided(self) -> bool:
         """Whether no active hypothesis can win: sums only fall, which bounds its best score."""
         if not self.active or len(self.over) < self.how.best:
             return False
+        last = self.over[self.how.best - 1]
         best_length = self.count if self.how.length_penalty > 0 else len(self.active[0].ids)
-        return self.active[0].value / best_length**self.how.length_penalty <= self.over[self.how.best - 1].value
+        return self.active[0].value / best_length**self.how.length_penalty <= last.value and last.is_valid
 
 
 class BeamSampling(NamedTuple):
@@ -187,21 +200,20 @@ def run_beam_search(
     end_ids: frozenset[int],
     is_finished: IsFinished,
     sampling: BeamSampling | None = None,
-    allowed_tokens: AllowedTokens | None = None,
+    constraint: ConstrainedBeams | None = None,
 ) -> list[list[BeamHypothesis]]:
     """Return the `best` finished hypotheses of each prompt, best first, with their end ids.
 
-    As in transformers, the repetition penalty, a constraint (`allowed_tokens`), the temperature and the filters of
-    sampling apply to log-probabilities, which are not renormalised.
+    As in transformers, the repetition penalty, a constraint, the temperature and the filters of sampling apply to
+    log-probabilities, which are not renormalised.
     """
     streams: Sequence[RandomStream | None] = [None] * len(state.rows) if sampling is None else sampling.streams
-    searches = [BeamSearch(config, state.count, end_ids, is_finished, stream) for stream in streams]
+    searches = [BeamSearch(config, state.count, end_ids, is_finished, stream, constraint) for stream in streams]
     while state.rows:
         logits = state.logits.to(torch.promote_types(state.logits.dtype, torch.float32))
         penalised = apply_repetition_penalty(logits.log_softmax(-1), state.texts, config.repetition)
-        if allowed_tokens is not None:
-            hypotheses = [answer for search in searches for answer in search.active]
-            allowed = torch.stack([allowed_tokens(answer.ids) for answer in hypotheses])
+        if constraint is not None:
+            allowed = constraint.allowed_tokens([answer.ids for search in searches for answer in search.active])
             penalised = penalised.masked_fill(~allowed.to(penalised.device), NEG_INF)
         if sampling is not None:
             penalised = filter_logits(penalised / sampling.temperature, config)

@@ -224,14 +224,13 @@ class TextGenerator:
             return ids[-1] in ends or (tokenizer is not None and any(stop in tokenizer.text(ids) for stop in stops))
 
         sampling = BeamSampling(self.temperature, streams) if self.temperature else None
-        if not self.how.is_constrained:
-            hypotheses = run_beam_search(state, self.how, ends, is_finished, sampling)
-        else:
-            beams = ConstrainedBeams(load_grammar(load_tokenizers(self.net)[1], self.how), ends, state.logits.shape[-1])
-            hypotheses = run_beam_search(
-                state, self.how, ends, lambda ids: is_finished(ids) or beams.is_complete(ids), sampling, beams.allowed
-            )
-            beams.check_found(hypotheses)
+        constraint: ConstrainedBeams | None = None
+        if self.how.is_constrained:
+            grammar = load_grammar(load_tokenizers(self.net)[1], self.how)
+            constraint = ConstrainedBeams(grammar, ends, state.logits.shape[-1])
+        hypotheses = run_beam_search(state, self.how, ends, is_finished, sampling, constraint)
+        if constraint is not None:
+            constraint.check_found(hypotheses)
         return [
             [self._beam_output(hypothesis, prompts.kind, row) for hypothesis in best]
             for best, row in zip(hypotheses, prompts.rows, strict=True)

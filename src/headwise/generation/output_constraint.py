@@ -5,6 +5,7 @@ The package `llguidance` derives the allowed tokens from the bytes of every toke
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -38,9 +39,14 @@ class OutputConstraint:
         self._taken = bytearray()
 
     @property
+    def is_satisfied(self) -> bool:
+        """Whether the output satisfies the constraint as it is."""
+        return not self._matcher.is_error() and self._matcher.is_accepting()
+
+    @property
     def is_complete(self) -> bool:
         """Whether the output satisfies the constraint and nothing can follow."""
-        return self._matcher.is_stopped() and not self._matcher.is_error() and self._matcher.is_accepting()
+        return self._matcher.is_stopped() and self.is_satisfied
 
     def allowed_tokens(self, end_ids: Collection[int], vocab_size: int) -> Tensor:
         """Which of the ids may come next, as booleans; the end ids may, if the output satisfies the constraint."""
@@ -63,6 +69,13 @@ class OutputConstraint:
         self._taken += self._grammar.token_bytes[token_id]
         if not self._matcher.consume_token(token_id):
             raise ConstraintError(f"token {token_id} is not allowed here: {_first_line(self._matcher.get_error())}")
+
+    def extended(self, token_id: int) -> OutputConstraint:
+        """The state after one more token, which must be an allowed one; this one stays as it is."""
+        state = copy.copy(self)
+        state._matcher, state._taken = self._matcher.deep_copy(), bytearray(self._taken)
+        state.take(token_id)
+        return state
 
 
 class OutputGrammar:
@@ -100,22 +113,34 @@ def load_grammar(tokenizer: ModelTokenizer, config: DecodingConfig) -> OutputGra
 
 
 class ConstrainedBeams:
-    """The constraint of all hypotheses of a beam search, which are told apart by their ids."""
+    """The constraint of all hypotheses of a beam search, which are told apart by their ids.
+
+    Ids without an end id. The states of the active hypotheses are kept, and those of their extensions follow from them.
+    """
 
     def __init__(self, grammar: OutputGrammar, end_ids: Collection[int], vocab_size: int) -> None:
-        self._grammar, self._end_ids, self._vocab_size = grammar, end_ids, vocab_size
+        self._end_ids, self._vocab_size = end_ids, vocab_size
+        self._states: dict[tuple[int, ...], OutputConstraint] = {(): OutputConstraint(grammar)}
         self._error: ConstraintError | None = None
 
-    def allowed(self, ids: Sequence[int]) -> Tensor:
-        """Which ids may follow these, as booleans; none if no token can, which ends the hypothesis."""
+    def allowed_tokens(self, active: Sequence[tuple[int, ...]]) -> Tensor:
+        """Which ids may follow each active hypothesis, as booleans; none if no token can, which ends it."""
+        self._states = {ids: self._state_after(ids) for ids in active}
+        return torch.stack([self._allowed_after(ids) for ids in active])
+
+    def _allowed_after(self, ids: tuple[int, ...]) -> Tensor:
         try:
-            return self._state_after(ids).allowed_tokens(self._end_ids, self._vocab_size)
+            return self._states[ids].allowed_tokens(self._end_ids, self._vocab_size)
         except ConstraintError as error:
             self._error = error
             return torch.zeros(self._vocab_size, dtype=torch.bool)
 
-    def is_complete(self, ids: Sequence[int]) -> bool:
-        """Whether these ids satisfy the constraint and nothing can follow."""
+    def is_satisfied(self, ids: tuple[int, ...]) -> bool:
+        """Whether these ids, an active hypothesis and one more, satisfy the constraint as they are."""
+        return self._state_after(ids).is_satisfied
+
+    def is_complete(self, ids: tuple[int, ...]) -> bool:
+        """Whether these ids, an active hypothesis and one more, satisfy the constraint and nothing can follow."""
         return self._state_after(ids).is_complete
 
     def check_found(self, hypotheses: Iterable[Sequence[object]]) -> None:
@@ -123,11 +148,12 @@ class ConstrainedBeams:
         if self._error is not None and not all(hypotheses):
             raise self._error
 
-    def _state_after(self, ids: Sequence[int]) -> OutputConstraint:
-        state = OutputConstraint(self._grammar)
-        for token_id in ids:
-            if token_id not in self._end_ids:
-                state.take(token_id)
+    def _state_after(self, ids: tuple[int, ...]) -> OutputConstraint:
+        if ids in self._states:
+            return self._states[ids]
+        state = self._states[ids[:-1]].extended(ids[-1])
+        if not state.is_complete:  # a complete one will not be active, and there may be as many as tokens
+            self._states[ids] = state
         return state
 
 
