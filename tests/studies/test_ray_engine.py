@@ -6,6 +6,8 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Never
 
 import numpy as np
 import pytest
@@ -127,6 +129,32 @@ def test_heads_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     options = MeasureOptions(engine=lambda *_: MetricSums([]))
     with pytest.raises(ValueError, match="are measured in one process; leave the engine out"):
         measure_heads(net, examples, options=options, collectors=[LayerDiversity()])
+
+
+LOST_TASK_ERRORS = ("OutOfMemoryError", "WorkerCrashedError", "NodeDiedError", "ObjectLostError")
+
+
+@pytest.mark.parametrize("name", LOST_TASK_ERRORS)
+def test_heads_of_lost_tasks_are_refused_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch):
+    errors = {one: type(one, (Exception,), {}) for one in LOST_TASK_ERRORS}
+
+    def lose_task(_: object) -> Never:
+        raise errors[name]("the node has too little memory\nits log follows")
+
+    task = SimpleNamespace(remote=lambda *_: None)
+    ray = SimpleNamespace(
+        exceptions=SimpleNamespace(**errors),
+        init=lambda **_: None,
+        shutdown=lambda: None,
+        put=lambda value: value,
+        remote=lambda **_: lambda _: task,
+        get=lose_task,
+    )
+    monkeypatch.setattr(ray_engine, "_import_ray", lambda: ray)
+    net, examples = make_heads()
+    with pytest.raises(SpecError, match=r"the node has too little memory[)]; use --engine local") as caught:
+        measure_heads(net, examples, options=MeasureOptions(engine=RayHeads()))
+    assert "\n" not in str(caught.value)
 
 
 def test_refusals(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

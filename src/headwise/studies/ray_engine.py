@@ -60,6 +60,12 @@ class RayEngine:
         """Disconnect; a cluster that was started here ends, and with it the tasks that still run."""
         self.ray.shutdown()
 
+    @property
+    def lost_task_errors(self) -> tuple[type[Exception], ...]:
+        """Exceptions of tasks whose process or machine ended, or whose result was lost."""
+        errors = self.ray.exceptions
+        return errors.OutOfMemoryError, errors.WorkerCrashedError, errors.NodeDiedError, errors.ObjectLostError
+
     def run(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
         """Run the cells; yields each with its result, finished ones first."""
         ray = self.ray
@@ -77,12 +83,11 @@ class RayEngine:
 
     def _receive(self, task: Any, folder: Path) -> Mapping[str, Any]:
         """The result of a task that has ended, written to the folder of its cell."""
-        errors = self.ray.exceptions
         try:
             result = self.ray.get(task)
-        except errors.OutOfMemoryError:
+        except self.ray.exceptions.OutOfMemoryError:
             result = {"status": "out of memory", "message": "Ray ended its process to free memory", "timing": {}}
-        except (errors.WorkerCrashedError, errors.NodeDiedError, errors.ObjectLostError):
+        except self.lost_task_errors:
             return record_killed(folder)
         write_result(folder, result)
         return result

@@ -46,8 +46,8 @@ class RayHeads:
             for task, shard in zip(tasks, shards, strict=True):
                 try:
                     merged.append(ray.get(task), len(shard))
-                except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError) as error:
-                    fact = f"a worker died {MAX_ATTEMPTS} times while it measured texts"
+                except engine.lost_task_errors as error:
+                    fact = "Ray ended a worker that measured texts, or lost its result"
                     raise SpecError(f"{fact} ({str(error).splitlines()[0]}); use --engine local") from None
                 progress(merged.num_examples)
         return merged
