@@ -495,6 +495,7 @@ def test_a_drag_shows_a_part_and_keys_walk_past_its_edge(page: Any):
         wait_until(page, "document.querySelector('[data-testid=exact]').textContent.includes('w39')")
         wait_until(page, "location.hash.includes('part=24.54.5.35')")
         wait_until(page, "location.hash.includes('cell=39.40')")
+        assert "part=24.54.5.35" in page.evaluate("location.hash")
 
 
 def test_marginals_are_those_of_the_weights(page: Any):
