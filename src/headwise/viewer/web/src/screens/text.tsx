@@ -81,6 +81,11 @@ export function TextScreen(): JSX.Element {
     }
     return () => abort.abort();
   });
+  /** Point at a token; at the same one again, nothing is read anew. */
+  const point = (value: typeof hovered.value) => {
+    const now = hovered.peek();
+    if (value?.index !== now?.index || value?.stream !== now?.stream) hovered.value = value;
+  };
   if (!item) return <p class="t3">{t("open.none")}</p>;
   return (
     <>
@@ -89,7 +94,7 @@ export function TextScreen(): JSX.Element {
         <Generation />
         {error.value && <ErrorNote {...error.value} />}
         <Excluded />
-        <TextBody item={item} shown={{ tiles: tiles.value, weights: weights.value }} pointed={pointed.value} onHover={(value) => (hovered.value = value)} />
+        <TextBody item={item} shown={{ tiles: tiles.value, weights: weights.value }} pointed={pointed.value} onHover={point} />
       </div>
     </>
   );
