@@ -35,6 +35,8 @@ def test_a_page_that_was_found_again_is_not_handed_out():
     pages.add_reference(page)
     assert (pages.num_allocated, pages.num_free) == (1, 2)
     assert page not in (pages.allocate(), pages.allocate())
+    with pytest.raises(hw.CacheFull):  # no page is left that was never used
+        pages.allocate()
 
 
 def test_pages_without_a_name_are_handed_out_first_then_the_longest_free():
