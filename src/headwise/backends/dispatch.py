@@ -97,11 +97,9 @@ class CoreDispatch:
 
     def select(self, attention_mask: AttentionMask, inputs: CoreInputs) -> str:
         """The name of the backend that runs these tensors."""
-        batch, queries, keys = *inputs.q.shape[:2], attention_mask.keys.count
-        if not (batch and queries and keys) and not dense.unsupported_reasons(self.signature):
+        if _is_empty(attention_mask, inputs) and not dense.unsupported_reasons(self.signature):
             return "dense"  # nothing is computed, and the kernels need not know such calls
-        size = self._decisive_size(CallSize(batch, queries, 0, keys))
-        shape = "any" if size is LONGEST else "" if self.signature.single_query else attention_mask.shape
+        size, shape = self._size_and_mask_shape(attention_mask, inputs)
         conflicts: dict[str, list[str]] = {}
         for name in self.backend_names:
             backend = BACKENDS[name]
@@ -115,13 +113,11 @@ class CoreDispatch:
     def reasons_against(self, attention_mask: AttentionMask, inputs: CoreInputs) -> dict[str, list[str]]:
         """Why each backend does not run these tensors; no reasons for the one that does, and for those behind it."""
         selected, names = self.select(attention_mask, inputs), preference_order(self.signature)
-        batch, queries, keys = *inputs.q.shape[:2], attention_mask.keys.count
-        if not (batch and queries and keys):
+        if _is_empty(attention_mask, inputs):
             return {name: [] if name == selected else ["there is nothing to compute"] for name in names}
         if self.is_named_by_caller:
             return {name: [] if name == selected else [f"the layer names {selected}"] for name in names}
-        size = self._decisive_size(CallSize(batch, queries, 0, keys))
-        shape = "any" if size is LONGEST else "" if self.signature.single_query else attention_mask.shape
+        size, shape = self._size_and_mask_shape(attention_mask, inputs)
         return {
             name: _unique_reasons(name, self.signature)
             or BACKENDS[name].slower_reasons(self.signature, size, shape)
@@ -138,9 +134,19 @@ class CoreDispatch:
         fitting = (n for n in self.backend_names if not BACKENDS[n].slower_reasons(self.signature, size, shape))
         return next(fitting, self.backend_names[-1])
 
+    def _size_and_mask_shape(self, attention_mask: AttentionMask, inputs: CoreInputs) -> tuple[CallSize, str]:
+        """The size and the shape of the mask by which the call is chosen."""
+        batch, queries = inputs.q.shape[:2]
+        size = self._decisive_size(CallSize(batch, queries, 0, attention_mask.keys.count))
+        return size, "any" if size is LONGEST else "" if self.signature.single_query else attention_mask.shape
+
     def _decisive_size(self, size: CallSize) -> CallSize:
         # A compiled graph serves every length, so a choice by length would recompile it for each.
         return LONGEST if self.signature.is_compiling or self.is_named_by_caller else size
+
+
+def _is_empty(attention_mask: AttentionMask, inputs: CoreInputs) -> bool:
+    return not (inputs.q.shape[0] and inputs.q.shape[1] and attention_mask.keys.count)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -88,6 +89,12 @@ def check_minimum(option: str, value: float | None, minimum: float) -> None:
     """Raise for a number below `minimum`, or one that is not finite; None is no number."""
     if value is not None and not (minimum <= value < math.inf):
         raise UsageError(f"{option} {value:g} is too small; give {minimum:g} or more")
+
+
+def check_engine(args: argparse.Namespace) -> None:
+    """Raise for the address of a Ray cluster that is not used."""
+    if args.address and args.engine != "ray":
+        raise UsageError(f"--address {args.address} belongs to --engine ray; give both, or leave it out")
 
 
 def check_positive(option: str, value: float | None) -> None:

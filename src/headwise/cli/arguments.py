@@ -134,6 +134,12 @@ def add_json_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
 
 
+def add_engine_arguments(parser: argparse._ActionsContainer, meaning: str) -> None:
+    """Add `--engine` and `--address`; `check_engine` in `argument_checks` checks them."""
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help=meaning)
+    parser.add_argument("--address", default="", metavar="HOST:PORT", help="Ray cluster (default: start one here)")
+
+
 def add_language_argument(parser: argparse._ActionsContainer) -> None:
     """Add `--lang`, which `terminal_language` reads before the arguments are parsed."""
     parser.add_argument("--lang", choices=LANGUAGES, help="language of the texts (default: the locale's)")

@@ -16,6 +16,7 @@ from ..translation.terminal_text import paragraph
 from . import known_names
 from .argument_checks import (
     check_choice,
+    check_engine,
     check_heads_of_config,
     check_input_file,
     check_model_path,
@@ -23,6 +24,7 @@ from .argument_checks import (
     check_positive,
 )
 from .arguments import (
+    add_engine_arguments,
     add_json_argument,
     add_language_argument,
     add_overwrite_argument,
@@ -303,13 +305,9 @@ def _add_expert_arguments(parser: CommandParser) -> None:
         metavar="NAME",
         help="definitions of the head classes: ours, untested (ours without the test), clark or voita",
     )
-    expert.add_argument(
-        "--engine",
-        choices=("local", "ray"),
-        default="local",
-        help="where texts are measured: local: in this process; ray: on a cluster of several machines",
+    add_engine_arguments(
+        expert, "where texts are measured: local: in this process; ray: on a cluster of several machines"
     )
-    expert.add_argument("--address", default="", metavar="HOST:PORT", help="Ray cluster (default: start one here)")
     expert.add_argument("--resamples", type=int, default=1000, metavar="COUNT", help="bootstrap resamples")
     expert.add_argument("--seed", type=int, default=0, metavar="INT", help="random seed")
     expert.add_argument(
@@ -354,8 +352,7 @@ def _check_arguments(args: argparse.Namespace, parser: CommandParser) -> None:
 
 
 def _check_engine(args: argparse.Namespace) -> None:
-    if args.address and args.engine != "ray":
-        raise UsageError(f"--address {args.address} belongs to --engine ray; give both, or leave it out")
+    check_engine(args)
     if args.engine == "ray" and not args.conllu is args.align_files is args.task is None:
         raise UsageError("--engine ray measures texts and images without dependencies and alignments; leave it out")
 

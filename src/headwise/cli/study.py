@@ -9,8 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..output_paths import check_output
-from .argument_checks import check_input_file
-from .arguments import add_json_argument, add_set_argument, parse_value, print_note, print_page, to_json
+from .argument_checks import check_engine, check_input_file
+from .arguments import (
+    add_engine_arguments,
+    add_json_argument,
+    add_set_argument,
+    parse_value,
+    print_note,
+    print_page,
+    to_json,
+)
 from .command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
@@ -79,13 +87,7 @@ def _parser() -> CommandParser:
     )
     add_set_argument(parser, "change a key of the file, as in recipe.steps=100; repeatable")
     parser.add_argument("--jobs", type=int, metavar="COUNT", help="processes (default: one for each processor)")
-    parser.add_argument(
-        "--engine",
-        choices=("local", "ray"),
-        default="local",
-        help="local: processes of this machine; ray: a cluster of several (default: local)",
-    )
-    parser.add_argument("--address", default="", metavar="HOST:PORT", help="Ray cluster (default: start one here)")
+    add_engine_arguments(parser, "local: processes of this machine; ray: a cluster of several (default: local)")
     parser.add_argument("--budget", type=float, metavar="HOURS", help="refuse a study that is predicted to take longer")
     add_json_argument(parser)
     return parser
@@ -95,8 +97,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
     check_input_file("FILE", args.file)
     if args.jobs is not None and args.jobs < 0:
         raise UsageError(f"--jobs {args.jobs} is negative; give 1 or more, or 0 to run in this process")
-    if args.address and args.engine != "ray":
-        raise UsageError(f"--address {args.address} belongs to --engine ray; give both, or leave it out")
+    check_engine(args)
     if args.engine == "ray" and args.jobs == 0:
         raise UsageError("--jobs 0 runs cells in this process, which --engine ray does not; give 1 or more")
     if args.budget is not None and not args.budget > 0:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -177,17 +177,10 @@ class Attention(HasParallelContext, nn.Module):
         """The core (steps 3 to 8), o [B, T, R, vdim], on the backend that `plan.dispatch` selects for these tensors."""
         return call.plan.dispatch.attend(attention_mask, inputs, self.parts.core_steps, call.probe)
 
-    def why(
-        self,
-        x: Tensor,
-        *,
-        source: Tensor | ProjectedSource | None = None,
-        cache: KVCache | None = None,
-        sequence: SequenceInfo | None = None,
-        mask: Tensor | None = None,
-        probe: Probe | None = None,
-    ) -> BackendReport:
-        """Which backend runs this call, and why the others do not. Runs it, with a copy of the cache.
+    def why(self, x: Tensor, *, cache: KVCache | None = None, **options: Any) -> BackendReport:
+        """Which backend runs a call with these arguments of `forward`, and why the others do not.
+
+        The call runs, on a copy of the cache and without hooks.
 
         >>> import headwise as hw
         >>> layer = hw.Attention(hw.design(model=8, heads=4, kv=2), backend="sdpa")
@@ -203,8 +196,7 @@ class Attention(HasParallelContext, nn.Module):
 
         observed = copy.copy(self)
         observed.attend = attend
-        own_cache = call_validation.copy_cache(cache)
-        observed(x, source=source, cache=own_cache, sequence=sequence, mask=mask, probe=probe)
+        observed.forward(x, cache=call_validation.copy_cache(cache), **options)
         return reports[0]
 
     def merge_heads(self, o_BTOV: Tensor) -> Tensor:

@@ -90,7 +90,8 @@ class ProcessEngine:
                     yield cell, result
             except BrokenProcessPool as error:
                 self._pool = None
-                started = [cell_id for cell_id in cells if (folder / cell_id / STARTED_FILE).exists()]
+                unfinished = [cell_id for cell_id in cells if cell_id in pending]
+                started = [cell_id for cell_id in unfinished if (folder / cell_id / STARTED_FILE).exists()]
                 num_failed_starts = 0 if started else num_failed_starts + 1
                 if num_failed_starts == MAX_ATTEMPTS:
                     raise ChildProcessError(WORKERS_FAIL) from error
