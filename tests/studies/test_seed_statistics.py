@@ -12,6 +12,7 @@ import scipy.stats
 from headwise.studies.cells import CellGrid
 from headwise.studies.contrasts import Readout
 from headwise.studies.seed_statistics import (
+    VariantScore,
     bootstrap_mean,
     compare_seeds,
     paired_t_test,
@@ -31,6 +32,10 @@ TABLE: dict[str, Any] = {
     "variants": {"mha": {}, "gqa": {}, "linear": {}},
     "tasks": {"recall": {"vocabulary": 32, "length": 32, "pairs": 4, "threshold": 0.5}},
 }
+
+
+def scores_of(results: StudyResults) -> dict[tuple[str, str], VariantScore]:
+    return score_variants(results, compare_seeds(results))
 
 
 @pytest.mark.parametrize(("t", "freedom"), [(0.0, 3), (0.3, 1), (2.1, 2), (4.4, 4), (1.0, 9), (30.0, 3), (2.0, 200)])
@@ -84,7 +89,7 @@ def make_results(values: dict[str, list[float | None]], **changes: Any) -> Study
 
 def test_scores_and_comparisons():
     values = {"mha": [0.5, 0.6, 0.7, 0.4], "gqa": [0.8, 0.95, 1.0, 0.65], "linear": [0.1, None, 0.35, 0.0]}
-    scores = score_variants(make_results(values))
+    scores = scores_of(make_results(values))
     mha, gqa, linear = (scores[name, "recall"] for name in values)
     assert mha.comparison is None
     assert mha.seed_deviation == pytest.approx(np.std(values["mha"], ddof=1))
@@ -113,7 +118,7 @@ def test_scores_and_comparisons():
 )
 def test_claims_about_seeds_name_variants_without_runs(values: dict[str, list[float | None]], claim: str):
     results = make_results(values)
-    assert f"recall: {claim}" in list_claims(results, score_variants(results), compare_seeds(results))
+    assert f"recall: {claim}" in list_claims(results, scores_of(results), compare_seeds(results))
 
 
 def test_contrasts_are_in_the_correction():
@@ -128,7 +133,7 @@ def test_contrasts_are_in_the_correction():
     assert len(raw) == 4
     smallest = min(raw, key=lambda key: raw[key])
     assert compared[smallest].corrected_p == pytest.approx(min(1.0, 4 * raw[smallest]))
-    assert score_variants(results)["gqa", "recall"].comparison == compared["gqa", "recall"]
+    assert scores_of(results)["gqa", "recall"].comparison == compared["gqa", "recall"]
 
 
 def test_readouts():
@@ -157,14 +162,12 @@ def test_readouts():
 
 
 def test_best_needs_significance():
-    equal = score_variants(
-        make_results({"mha": [0.5, 0.6, 0.7, 0.4], "gqa": [0.9, 0.2, 0.8, 0.4], "linear": [0.1] * 4})
-    )
+    equal = scores_of(make_results({"mha": [0.5, 0.6, 0.7, 0.4], "gqa": [0.9, 0.2, 0.8, 0.4], "linear": [0.1] * 4}))
     assert not equal["gqa", "recall"].is_best  # a larger mean, but not significantly
     assert not equal["mha", "recall"].is_best
-    beaten = score_variants(make_results({"mha": [0.9] * 4, "gqa": [0.2, 0.3, 0.2, 0.3], "linear": [0.1] * 4}))
+    beaten = scores_of(make_results({"mha": [0.9] * 4, "gqa": [0.2, 0.3, 0.2, 0.3], "linear": [0.1] * 4}))
     assert beaten["mha", "recall"].is_best
-    close = score_variants(make_results({"mha": [0.9] * 4, "gqa": [0.2, 0.9, 0.9, 0.9], "linear": [0.1] * 4}))
+    close = scores_of(make_results({"mha": [0.9] * 4, "gqa": [0.2, 0.9, 0.9, 0.9], "linear": [0.1] * 4}))
     assert not close["mha", "recall"].is_best  # the best mean, but one variant is not significantly worse
 
 

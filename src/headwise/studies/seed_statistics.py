@@ -8,7 +8,7 @@ are reported apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -73,14 +73,16 @@ class VariantScore:
     is_best: bool = False
 
 
-def score_variants(results: StudyResults) -> dict[tuple[str, str], VariantScore]:
-    """Score every variant on every task, and compare it with the baseline.
+def score_variants(
+    results: StudyResults, comparisons: Mapping[tuple[str, str], Comparison]
+) -> dict[tuple[str, str], VariantScore]:
+    """Score every variant on every task, with its comparison with the baseline from `compare_seeds`.
 
     A variant is the best of a task only if it is significantly better than the baseline, or is the baseline and all
     others are significantly worse.
     """
     scores: dict[tuple[str, str], VariantScore] = {}
-    study, comparisons = results.study, compare_seeds(results)
+    study = results.study
     for task in study.tasks.values():
         for variant in study.variants:
             score = _score_cells(variant, task, results.report_cells(variant, task.name))

@@ -76,7 +76,8 @@ class StudyReport:
     @staticmethod
     def of(results: StudyResults, environment: Mapping[str, Any], decoding: Mapping[str, Any]) -> StudyReport:
         """Compute the statistics of a study; `decoding` is the result of `read_decode_times`."""
-        scores, comparisons = score_variants(results), compare_seeds(results)
+        comparisons = compare_seeds(results)
+        scores = score_variants(results, comparisons)
         claims = tuple(list_claims(results, scores, comparisons))
         return StudyReport(results, scores, comparisons, claims, environment, decoding)
 
