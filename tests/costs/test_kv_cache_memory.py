@@ -167,6 +167,11 @@ def test_pages_of_one_token_waste_nothing(name, length, batch):
         assert ideal == pages
 
 
+@pytest.mark.parametrize("text", ["ideal", "ring", "paged(1)", "paged(16)", "unified", "unified(16)"])
+def test_an_allocator_is_written_as_it_is_read(text: str):
+    assert str(CacheAllocator.from_text(text)) == text
+
+
 def test_invalid_allocators_are_refused():
     for text, message in {
         "page": "did you mean 'paged'",

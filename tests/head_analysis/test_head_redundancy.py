@@ -443,6 +443,15 @@ def test_several_initialisations_are_no_worse_than_classical_scaling():
     assert one.stress < math.sqrt(((distance - far) ** 2).sum() / (far**2).sum())
 
 
+def test_stress_is_minimised_until_a_step_gains_nothing():
+    draw = np.random.default_rng(3).normal(size=(14, 6))
+    far = np.linalg.norm(draw[:, None] - draw, axis=-1)
+    minimised = embed_in_plane(far, num_starts=1)
+    for num_steps, gain in ((0, 1e-2), (1, 1e-3), (10, 1e-5)):
+        assert minimised.stress < embed_in_plane(far, num_starts=1, max_steps=num_steps).stress - gain
+    assert minimised.stress == pytest.approx(embed_in_plane(far, num_starts=1, max_steps=3000).stress, abs=1e-12)
+
+
 @pytest.mark.parametrize("far", [np.zeros((1, 1)), np.array([[0.0, 2.0], [2.0, 0.0]]), np.zeros((3, 3))])
 def test_few_or_equal_places_have_a_plane(far: Array):
     found = embed_in_plane(far)
