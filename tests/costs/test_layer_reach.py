@@ -21,7 +21,12 @@ from headwise.costs.layer_reach import (
 )
 
 TOKENS = 40
-TABLE = {layer.name: layer for layer in measure_layer_reach(TOKENS).layers}
+Table = dict[str, LayerReach]
+
+
+@pytest.fixture(scope="module")
+def table() -> Table:
+    return {layer.name: layer for layer in measure_layer_reach(TOKENS).layers}
 
 
 def make(name: str) -> nn.Module:
@@ -48,28 +53,28 @@ def norm_by_differences(name: str, distance: int, step: float = 1e-5) -> float:
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("distance", DISTANCES)
-def test_gradients_are_those_of_differences(name: str, distance: int):
-    assert TABLE[name].gradients[distance] == pytest.approx(norm_by_differences(name, distance), rel=1e-4, abs=1e-9)
+def test_gradients_are_those_of_differences(name: str, distance: int, table: Table):
+    assert table[name].gradients[distance] == pytest.approx(norm_by_differences(name, distance), rel=1e-4, abs=1e-9)
 
 
-def test_gradients_of_attention_do_not_fall_and_those_of_recurrence_do():
-    attention, gru = (TABLE[name].gradients for name in ("attention", "GRU"))
+def test_gradients_of_attention_do_not_fall_and_those_of_recurrence_do(table: Table):
+    attention, gru = (table[name].gradients for name in ("attention", "GRU"))
     assert attention[32] > attention[1] / 10
     assert gru[32] < gru[1] / 1e4
-    assert TABLE["convolution"].gradients[8] == 0
+    assert table["convolution"].gradients[8] == 0
 
 
 @pytest.mark.parametrize(
     ("name", "field", "layers"),
     [("attention", TOKENS, 1), ("GRU", TOKENS, 1), ("LSTM", TOKENS, 1), ("convolution", 3, TOKENS - 1)],
 )
-def test_receptive_fields_and_paths(name: str, field: int, layers: int):
-    assert (TABLE[name].receptive_field, TABLE[name].layers) == (field, layers)
+def test_receptive_fields_and_paths(name: str, field: int, layers: int, table: Table):
+    assert (table[name].receptive_field, table[name].layers) == (field, layers)
 
 
-def test_only_the_chain_of_recurrent_layers_grows():
+def test_only_the_chain_of_recurrent_layers_grows(table: Table):
     longer = {layer.name: layer.chain for layer in measure_layer_reach(2 * TOKENS).layers}
-    grown = {name: longer[name] - layer.chain for name, layer in TABLE.items()}
+    grown = {name: longer[name] - layer.chain for name, layer in table.items()}
     assert grown["attention"] == grown["convolution"] == 0
     assert grown["GRU"] >= 3 * TOKENS
     assert grown["LSTM"] >= 3 * TOKENS
@@ -80,11 +85,11 @@ def test_the_longest_of_several_paths_counts():
     assert longest_chain(x + x.exp().exp().exp()) == 5
 
 
-def test_equivariance():
+def test_equivariance(table: Table):
     def errors(layer: LayerReach) -> tuple[bool, bool]:
         return layer.shift < 1e-12, layer.permutation < 1e-12
 
-    assert {name: errors(layer) for name, layer in TABLE.items()} == {
+    assert {name: errors(layer) for name, layer in table.items()} == {
         "attention": (True, True),
         "GRU": (False, False),
         "LSTM": (False, False),
@@ -92,15 +97,15 @@ def test_equivariance():
     }
 
 
-def test_parameters_and_state():
+def test_parameters_and_state(table: Table):
     d = WIDTH
-    assert {name: layer.parameters for name, layer in TABLE.items()} == {
+    assert {name: layer.parameters for name, layer in table.items()} == {
         "attention": 4 * d * d,
         "GRU": 3 * (2 * d * d + 2 * d),
         "LSTM": 4 * (2 * d * d + 2 * d),
         "convolution": 3 * d * d + d,
     }
-    assert {name: layer.state_bytes // 4 for name, layer in TABLE.items()} == {
+    assert {name: layer.state_bytes // 4 for name, layer in table.items()} == {
         "attention": 2 * TOKENS * d,
         "GRU": d,
         "LSTM": 2 * d,
@@ -124,9 +129,9 @@ def test_sizes_out_of_range_are_refused(tokens: int):
         measure_layer_reach(tokens)
 
 
-def test_the_printed_table_has_the_measured_numbers():
+def test_the_printed_table_has_the_measured_numbers(table: Table):
     text = str(measure_layer_reach(TOKENS))
-    assert f"{TABLE['LSTM'].gradients[8]:.1e}" in text
+    assert f"{table['LSTM'].gradients[8]:.1e}" in text
     assert "longest chain of operations" in text
     assert max(map(len, text.splitlines())) <= 80
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.costs.layer_reach import LAYERS, measure_layer_reach
+from headwise.costs.layer_reach import LAYERS, LayerReach, measure_layer_reach
 from headwise.learn import measured_layers
 from headwise.learn.sampled_tensors import make_layer, sample
 from headwise.presets import design
@@ -19,7 +19,11 @@ ENTRIES = learn.entries_of("000") | learn.entries_of("003")
 # Other test modules check that every other run has a test.
 TABLES = ("000-1f", "003-4.1c", "003-4.2d")
 COLUMNS = ("attention", "gru", "lstm", "convolution")
-REACH = {layer.name.lower(): layer for layer in measure_layer_reach(64).layers}
+
+
+@pytest.fixture(scope="module")
+def reach() -> dict[str, LayerReach]:
+    return {layer.name.lower(): layer for layer in measure_layer_reach(64).layers}
 
 
 @pytest.mark.parametrize("id", TABLES)
@@ -34,10 +38,10 @@ def test_every_row_has_a_number_for_every_layer(id: str):
 
 
 @pytest.mark.parametrize("id", TABLES)
-def test_numbers_and_verdict(id: str):
+def test_numbers_and_verdict(id: str, reach: dict[str, LayerReach]):
     result = ENTRIES[id].check()
     assert result.verdict == ENTRIES[id].verdict == "wrong"
-    for name, layer in REACH.items():
+    for name, layer in reach.items():
         assert result.numbers[f"field_{name}"] == layer.receptive_field
         assert result.numbers[f"chain_{name}"] == layer.chain
         assert result.numbers[f"gradient_32_{name}"] == layer.gradients[32]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.stats
+import scipy  # imports scipy.stats when a test needs it
 
 from headwise.studies.cells import CellGrid
 from headwise.studies.contrasts import Readout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -23,15 +24,17 @@ STEPS, BATCH, EVALUATED = 200, 64, 512
 TIMED = {"attention": "self-attention", "GRU": "GRU", "LSTM": "LSTM", "convolution": "convolution"}
 
 
-def _measure_reach() -> dict[str, LayerReach]:
+@functools.cache
+def _measure_reach() -> Mapping[str, LayerReach]:
     return {layer.name: layer for layer in measure_layer_reach(TOKENS).layers}
 
 
-def measured_cells(layers: Mapping[str, LayerReach]) -> dict[str, Number]:
+@functools.cache  # the tables of two documents have the same cells
+def measured_cells() -> Mapping[str, Number]:
     """Every measured number of the tables, by row and layer: `field_attention`, `chain_gru`."""
     seconds = measure_scaling(LayerSizes(max(LENGTHS), 64), LENGTHS).layers
     numbers: dict[str, Number] = {"tokens": TOKENS, "short": LENGTHS[0], "long": LENGTHS[1]}
-    for name, layer in layers.items():
+    for name, layer in _measure_reach().items():
         short, long = seconds[TIMED[name]]
         cells = {
             "field": layer.receptive_field,
@@ -59,7 +62,7 @@ def table_beside_recurrence(*, local: str = "GRU") -> Outcome:
         and attention.chain < TOKENS < gru.chain
         and attention.gradients[32] > 1e3 * gru.gradients[32]
     )
-    return judge(holds, **measured_cells(layers))
+    return judge(holds, **measured_cells())
 
 
 def table_beside_convolution(*, positions: bool = False) -> Outcome:
@@ -77,7 +80,7 @@ def table_beside_convolution(*, positions: bool = False) -> Outcome:
     is_local = layers["convolution"].receptive_field < TOKENS == layers["attention"].receptive_field
     no_bias = errors[1 if positions else 0] > 1e-9
     holds = is_local and layers["convolution"].shift < 1e-12 and no_bias
-    return judge(holds, **measured_cells(layers), explicit_attention=errors[1])
+    return judge(holds, **measured_cells(), explicit_attention=errors[1])
 
 
 # --- Extrapolation: trained on short sequences, tested on long ones ------------------------------------
