@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..costs.complexity import LayerSizes, measure_scaling
+from ..costs.complexity import MODEL_WIDTH, ComplexityTable, LayerSizes, measure_scaling
 from ..costs.layer_reach import DISTANCES, LAYERS, LayerReach, measure_layer_reach
 from ..nn.attention import Attention
 from ..nn.position_embeddings import sinusoidal_table
@@ -20,8 +20,8 @@ from .sampled_tensors import largest_difference, make_layer, sample
 TOKENS, LENGTHS = 64, (512, 1024)
 SHORT, LONG, VALUES, WIDTH = 16, 64, 4, 16  # lengths and sizes of the task of `_train`
 STEPS, BATCH, EVALUATED = 200, 64, 512
-# A name of `complexity.measure_scaling` for each name of `layer_reach.LAYERS`.
-TIMED = {"attention": "self-attention", "GRU": "GRU", "LSTM": "LSTM", "convolution": "convolution"}
+# A name of `complexity` for each name of `layer_reach.LAYERS`.
+NAMES = {"attention": "self-attention", "GRU": "GRU", "LSTM": "LSTM", "convolution": "convolution"}
 
 
 @functools.cache
@@ -32,10 +32,11 @@ def _measure_reach() -> Mapping[str, LayerReach]:
 @functools.cache  # the tables of two documents have the same cells
 def measured_cells() -> Mapping[str, Number]:
     """Every measured number of the tables, by row and layer: `field_attention`, `chain_gru`."""
-    seconds = measure_scaling(LayerSizes(max(LENGTHS), 64), LENGTHS).layers
+    seconds = measure_scaling(LayerSizes(max(LENGTHS), MODEL_WIDTH), LENGTHS).layers
+    less, more = (_count_flops(length) for length in LENGTHS)
     numbers: dict[str, Number] = {"tokens": TOKENS, "short": LENGTHS[0], "long": LENGTHS[1]}
     for name, layer in _measure_reach().items():
-        short, long = seconds[TIMED[name]]
+        short, long = seconds[NAMES[name]]
         cells = {
             "field": layer.receptive_field,
             "layers": layer.layers,
@@ -44,9 +45,14 @@ def measured_cells() -> Mapping[str, Number]:
         }
         cells |= {f"gradient_{distance}": layer.gradients[distance] for distance in DISTANCES}
         cells |= {"shift": layer.shift, "permutation": layer.permutation, "parameters": layer.parameters}
-        cells |= {"ms": 1000 * short, "growth": long / short}
+        cells |= {"ms": 1000 * short, "growth": long / short, "work": more[NAMES[name]] / less[NAMES[name]]}
         numbers |= {f"{row}_{name.lower()}": cell for row, cell in cells.items()}
     return numbers
+
+
+def _count_flops(tokens: int) -> dict[str, int]:
+    """FLOPs of the layers that are timed."""
+    return {layer.name: layer.flops for layer in ComplexityTable.from_sizes(LayerSizes(tokens, MODEL_WIDTH)).layers}
 
 
 def table_beside_recurrence(*, local: str = "GRU") -> Outcome:
