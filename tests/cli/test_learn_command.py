@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from headwise import cli
+from headwise.head_analysis import head_figures
+from headwise.learn import document_page
 from headwise.learn.catalogue import load_documents, load_entries
 from headwise.translation.language import use_language
 
@@ -112,6 +114,28 @@ def test_pages_are_complete_and_offline(tmp_path: Path, capsys: pytest.CaptureFi
     text = (tmp_path / "003.html").read_text()
     assert "<script" not in text
     assert all(f">{label}</text>" in text for label in ("3 掩码", "随机特征数 m", "相对误差"))
+
+
+@pytest.mark.parametrize("fonts", [(), ("DejaVu Sans Mono",)])
+def test_a_missing_chinese_font_is_named_in_both_languages(
+    fonts: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(head_figures, "FALLBACK_FONTS", fonts)  # none of them has Chinese characters
+    assert cli.main(["learn", "004", "--html", str(tmp_path)]) == 0
+    page = (tmp_path / "004.html").read_text()
+    for note in ("Install one, as the package fonts-noto-cjk", "请安装一种中文字体（例如软件包 fonts-noto-cjk）"):
+        assert page.count(note) == 1
+    assert page.index("fonts-noto-cjk") < page.index("<article")
+    assert "headwise: No font with Chinese characters is installed" in capsys.readouterr().err
+
+
+def test_with_a_chinese_font_there_is_no_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(document_page, "find_undrawable", lambda text: [])
+    assert cli.main(["learn", "004", "--html", str(tmp_path)]) == 0
+    assert "fonts-noto-cjk" not in (tmp_path / "004.html").read_text()
+    assert capsys.readouterr().err == ""
 
 
 def test_every_figure_is_chinese():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import signal
 import subprocess
@@ -17,11 +18,14 @@ import headwise as hw
 from headwise.cli import main, train
 from headwise.costs import count_parameters, roofline
 from headwise.data import make_task
+from headwise.families import read_model_spec
 from headwise.files import read_lines
+from headwise.model_spec import EmbeddingSpec, ModelSpec
 from headwise.models import load
 from headwise.training import ConsoleLogger, run_setup
+from headwise.training.loss import check_model
 from headwise.training.recipe import from_dict
-from headwise.training.run_setup import replace_self_attention
+from headwise.training.run_setup import fit_vocabulary, replace_self_attention
 
 SMALL = ["--steps", "2", "--batch", "4", "--precision", "fp32", "--compile", "off", "--device", "cpu"]
 SMALL += ["--set", "recipe.evaluate_batches=1"]
@@ -245,8 +249,9 @@ def test_numbers_of_the_result_are_in_one_column():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("llama-65b", "cannot train llama-65b: weights, gradients, first moments and second moments need 1,044.6 GB"),
-        ("transformer-base", "has kind 'encoder-decoder', but copy needs 'decoder'"),
+        ("llama-65b", "cannot train llama-65b: weights, gradients, first moments and second moments need 1,036.2 GB"),
+        ("transformer-base", "its kind is 'encoder-decoder', and the task needs 'decoder'; give a model of that kind"),
+        ("bert-base", "cannot train bert-base on copy: its kind is 'encoder', and the task needs 'decoder'"),
     ],
 )
 def test_published_models_that_cannot_be_trained_are_refused(
@@ -254,6 +259,39 @@ def test_published_models_that_cannot_be_trained_are_refused(
 ):
     assert main(["train", "copy", "--model", model, "--out", str(tmp_path / "run")]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "rows", "parameters"),
+    [
+        ("transformer-base", "dates", 63, 44_170_752),  # 6 x 3,152,384 + 6 x 4,204,032 + 63 x 512, bias included
+        ("gpt2", "copy", 35, 124_439_808 - (50_257 - 35) * 768),
+        ("bert-base", "graph", 2, None),
+    ],
+)
+def test_published_models_get_the_vocabulary_of_the_task(model: str, task: str, rows: int, parameters: int | None):
+    made = make_task(task)
+    spec = train._make_model(model, made, from_dict({"device": "cpu"}))
+    assert isinstance(spec, ModelSpec)
+    check_model(spec, made)
+    assert [stack.embedding and stack.embedding.tokens for stack in spec.stacks] == [rows] * len(spec.stacks)
+    assert spec.heads[0].outputs == made.model().heads[0].outputs
+    assert [stack.model for stack in spec.stacks] == [768 if model != "transformer-base" else 512] * len(spec.stacks)
+    if parameters is not None:
+        assert count_parameters(spec) == parameters
+
+
+def test_a_model_with_the_vocabulary_of_the_task_is_trained(tmp_path: Path):
+    sizes = {f"{side}_{key}": 2 for side in ("encoder", "decoder") for key in ("layers", "attention_heads")}
+    sizes |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "d_model": 16, "vocab_size": 999}
+    spec, task = read_model_spec({"model_type": "marian"} | sizes), make_task("dates")
+    fitted = fit_vocabulary(spec, task.model())
+    result = hw.train(task, fitted, from_dict({"steps": 2, "batch": 4, "device": "cpu"}), tmp_path / "run")
+    assert math.isfinite(result.metrics["loss"])
+    separate = tuple(replace(stack, embedding=EmbeddingSpec(63)) for stack in task.model().stacks)
+    own = fit_vocabulary(spec, replace(task.model(), stacks=separate))
+    assert [stack.embedding and stack.embedding.table for stack in own.stacks] == ["", ""]
+    assert own.heads[0].table == "decoder"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,9 @@ ENTRIES = learn.entries_of("000") | learn.entries_of("003")
 TABLES = ("000-1f", "003-4.1c", "003-4.2d")
 COLUMNS = ("attention", "gru", "lstm", "convolution")
 TOKENS, WIDTH = 64, 16
-SECONDS = {f"ms_{name}" for name in COLUMNS} | {f"growth_{name}" for name in COLUMNS}  # not the same on any two machines
+SECONDS = {f"ms_{name}" for name in COLUMNS} | {
+    f"growth_{name}" for name in COLUMNS
+}  # not the same on any two machines
 
 
 # --- The layers by their definitions -------------------------------------------------------------------
@@ -103,7 +106,7 @@ def gradient_norms(name: str) -> np.ndarray:
         return np.sqrt((slopes.reshape(WIDTH, TOKENS, WIDTH) ** 2).sum((0, 2)))
     norms = np.zeros(TOKENS)
     if name == "convolution":
-        weight = array(make_module(name).weight)
+        weight = array(dict(make_module(name).named_parameters())["weight"])
         norms[-2:] = [np.linalg.norm(weight[:, :, 0]), np.linalg.norm(weight[:, :, 1])]
         return norms
     step, size = STEPS[name]
@@ -120,6 +123,7 @@ def gradient_norms(name: str) -> np.ndarray:
 
 def longest_chain(output: Tensor) -> int:
     """Steps from an output to the furthest beginning of its graph: all nodes at a distance, one distance at a time."""
+    assert output.grad_fn is not None
     count, nodes = 0, {output.grad_fn}
     while nodes:
         nodes = {node for above in nodes for node, _ in above.next_functions if node is not None}
@@ -172,7 +176,7 @@ def cells() -> dict:
     return numbers | {"explicit_attention": error_with_sinusoids()}
 
 
-def error_with_sinusoids() -> float:
+def error_with_sinusoids() -> Any:
     layer, x = make_layer(design(model=16, heads=2)), array(sample(1, 64, 16))
     angles = np.arange(64)[:, None] / 10000 ** (np.arange(0, 16, 2) / 16)
     table = np.stack([np.sin(angles), np.cos(angles)], -1).reshape(64, 16).astype(np.float32)  # as the library keeps it

@@ -216,3 +216,59 @@ def test_the_whole_help_is_chinese(command: str, capsys: pytest.CaptureFixture[s
     assert len(prose) > 10
     assert [line for line in prose if ENGLISH.search(re.sub("`.*`", "", line))] == []
     assert max(map(text_width, prose)) <= 82
+
+
+FIRST_ERRORS = """
+learn softmax-scael
+learn --lang xx
+learn 003 --html FILE
+learn 003 --html FOLDER
+learn --html
+demo extra
+demo --steps abc
+demo --out FILE
+demo --out FOLDER
+demo --quick --train
+heads
+heads nothing
+heads mha
+heads FOLDER
+heads SAMPLE
+heads SAMPLE --data nofile
+heads SAMPLE --task nothing
+heads SAMPLE --task dates --limit 0
+heads SAMPLE --limit abc
+cost
+cost nothing
+cost nofile.toml
+cost FILE
+cost mha --model 0
+cost mha --model 100 --heads 7
+cost mha --context 0
+cost mha --device toaster
+cost mha --set heads.kv=5
+cost mha --set nothing=5
+cost mha --dtype int7
+cost mha --plot costs.doc
+cost mha gqa --layer 3
+cost gpt2 --published nothing
+"""
+
+
+@pytest.mark.parametrize("line", FIRST_ERRORS.split("\n")[1:-1])
+def test_errors_of_wrong_arguments_are_chinese(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("LC_ALL", "zh_CN.UTF-8")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for path in ("file.toml", "folder/file"):
+        (tmp_path / path).write_text("x = [")
+    for word, path in {"FILE": "file.toml", "FOLDER": "folder", "SAMPLE": str(bundled_sample.MODEL)}.items():
+        line = line.replace(word, path)
+    assert cli.main(line.split()) == 2
+    error = capsys.readouterr().err.removeprefix("headwise: ")
+    assert re.search("[\u4e00-\u9fff]{2}", error)
+    message = re.sub("`[^`]*`|Invalid value.*?\\)", "", error)  # commands, and the words of Python's parser
+    assert not re.search("[a-z]{2,} [a-z]{2,}(?! (GOLD|TARGET))", message), error
+    assert "headwise " in re.sub("[^`]*`([^`]*)`[^`]*", "\\1", error) or "--help" not in error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,7 @@ def _parser() -> CommandParser:
 
 def _write_pages(args: argparse.Namespace, language: str) -> int:
     from ..learn.catalogue import find_entries, load_documents
-    from ..learn.document_page import DOCUMENT_PAGES, write_document_page
+    from ..learn.document_page import DOCUMENT_PAGES, font_note, write_document_page
     from ..learn.entry_text import Words
 
     ids = None if args.what is None else list(dict.fromkeys(entry.document for entry in find_entries(args.what)))
@@ -82,6 +83,8 @@ def _write_pages(args: argparse.Namespace, language: str) -> int:
             write_document_page(document, language, folder / f"{document.id}.html")
     for document in documents:
         print_page(f"{Words(language).phrase('wrote')} {Path(args.html) / f'{document.id}.html'}")
+    if note := font_note(current_language()):
+        print(f"headwise: {note}", file=sys.stderr)
     return 0
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import suggest
+from ..errors import SpecError, suggest
 from . import known_names
 from .argument_checks import (
     check_choice,
@@ -185,8 +185,9 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="a model (.toml, config.json), another attention for the task's model (a preset, or a .toml of headwise "
-        "spec), gru-fixed, gru-additive or gru-dot, or weights to continue from (a folder, a llama2.c file)",
+        help="a model (.toml, config.json, or by name as gpt2), another attention for the task's model (a preset, or a "
+        ".toml of headwise spec), gru-fixed, gru-additive or gru-dot, or weights to continue from (a folder, a "
+        "llama2.c file)",
     )
     parser.add_argument(
         "--recipe", metavar="FILE", help="a .toml with training options; command-line options override it"
@@ -319,7 +320,10 @@ def _check_memory(model_spec: ModelSpec, name: str, recipe: Recipe) -> None:
 
 
 def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transformer:
-    """Return the model to train: a description, the task's model with another attention, or a model with weights."""
+    """Return the model to train: a description, the task's model with another attention, or a model with weights.
+
+    A model of the literature gets the vocabulary of the task.
+    """
     path = Path(name)
     if name in known_names.NETWORKS:
         from ..studies.variant_models import resize_model
@@ -334,12 +338,17 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
     if name not in PRESETS and not is_published and path.suffix not in DESCRIPTION_SUFFIXES:
         return _load_weights(path, task, recipe)
     from ..spec.attention_spec import AttentionSpec
-    from ..training.run_setup import replace_self_attention
+    from ..training.run_setup import fit_vocabulary, replace_self_attention
 
     if name in PRESETS:
         return replace_self_attention(task.model(), name)
     target = resolve_target(name, {}, [])
     if not isinstance(target, AttentionSpec):
+        if is_published:
+            try:
+                target = fit_vocabulary(target, task.model())
+            except SpecError as error:
+                raise UsageError(f"cannot train {name} on {task.name}: {error}") from None
         _check_memory(target, name, recipe)
         return target
     return replace_self_attention(task.model(), partial(_check_width, target, name, task.name))

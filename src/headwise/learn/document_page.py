@@ -11,8 +11,9 @@ from pathlib import Path
 
 from ..escaping import escape_html as escape
 from ..files import write_atomically
+from ..head_analysis.head_figures import find_undrawable
 from ..output_paths import FolderKind
-from ..translation.language import use_language
+from ..translation.language import LANGUAGES, SAMPLE, use_language
 from .catalogue import Document
 from .entry import Entry, Result, Verdict
 from .entry_text import MARKS, Words, describe_study
@@ -23,6 +24,11 @@ CLASSES = {Verdict.HOLDS: "holds", Verdict.HOLDS_IF: "condition", Verdict.WRONG:
 
 
 DOCUMENT_PAGES = FolderKind("folder of documents", ("00[0-4].html",), lambda _: ("00[0-4].html",))
+
+
+def font_note(language: str) -> str:
+    """What to install if this machine has no font for the Chinese quotes and figures; empty if it has one."""
+    return Words(language).phrase("font") if find_undrawable(SAMPLE) else ""
 
 
 def write_document_page(document: Document, language: str, path: Path) -> None:
@@ -45,6 +51,7 @@ def render_document(document: Document, language: str) -> str:
             f'<meta name="color-scheme" content="light dark"><title>{title} · headwise learn</title>',
             f"<style>\n{STYLE_FILE.read_text(encoding='utf-8')}</style></head>",
             f"<body><main><h1>{title}</h1>",
+            *(f'<p lang="{name}" class="note">{escape(note)}</p>' for name in LANGUAGES if (note := font_note(name))),
             "<nav>",
             *(_link(entry, result, words) for entry, result in results),
             "</nav>",

@@ -30,6 +30,8 @@ PHRASES = {
     "no_run": "no stored run here; run",
     "stored": "stored run",
     "again": "to run it again:",
+    "font": "No font with Chinese characters is installed, so quotes and figures may show boxes in their place. "
+    "Install one, as the package fonts-noto-cjk, and open the page again.",
 }
 
 

@@ -22,7 +22,9 @@ from ..masking.patterns import Causal, Full
 from ..model_spec import (
     ApproximateAttention,
     BlockSpec,
+    EmbeddingSpec,
     ModelSpec,
+    OutputHeadSpec,
     PositionSpec,
     ProcessorSpec,
     StackSpec,
@@ -92,6 +94,46 @@ def _replace_spec(spec: AttentionSpec, edit: AttentionEdit, keep_positional: boo
     if keep_positional and not any(modifier.positional for modifier in modifiers):
         modifiers = (*(modifier for modifier in spec.modifiers if modifier.positional), *modifiers)
     return replace(new, pattern=pattern, modifiers=modifiers)
+
+
+# --- Giving a model the vocabulary of a task -----------------------------------------------------------
+
+
+def fit_vocabulary(model_spec: ModelSpec, task_model: ModelSpec) -> ModelSpec:
+    """Model spec with the vocabularies and outputs of a task's own model; layers, width and positions are kept.
+
+    Tables are shared by source, target and outputs as far as their vocabularies are. For images, the whole embedding
+    and the output head are those of the task's model. Raises SpecError for another kind of model.
+
+    >>> from headwise.families import read_model_spec
+    >>> from headwise.data import make_task
+    >>> spec = fit_vocabulary(read_model_spec("transformer-base"), make_task("dates").model())
+    >>> [stack.embedding.tokens for stack in spec.stacks], spec.heads[0].outputs
+    ([63, 63], 63)
+    """
+    if model_spec.kind != task_model.kind:
+        raise SpecError(
+            f"its kind is {model_spec.kind!r}, and the task needs {task_model.kind!r}; give a model of that kind"
+        )
+    pairs = zip(model_spec.stacks, task_model.stacks, strict=True)
+    stacks = tuple(replace(own, embedding=_fit_embedding(own, like, model_spec.stacks[0])) for own, like in pairs)
+    heads = tuple(
+        _fit_head(own, like, stacks[-1]) for own, like in zip(model_spec.heads, task_model.heads, strict=True)
+    )
+    return replace(model_spec, stacks=stacks, heads=heads)
+
+
+def _fit_embedding(own: StackSpec, like: StackSpec, first: StackSpec) -> EmbeddingSpec | None:
+    if own.embedding is None or like.embedding is None or not (own.embedding.tokens and like.embedding.tokens):
+        return like.embedding
+    table = first.name if like.embedding.table else ""
+    return replace(own.embedding, tokens=like.embedding.tokens, table=table)
+
+
+def _fit_head(own: OutputHeadSpec, like: OutputHeadSpec, last: StackSpec) -> OutputHeadSpec:
+    if own.name != like.name or last.embedding is None or not last.embedding.tokens:
+        return like
+    return replace(own, outputs=like.outputs, table=own.table and (last.embedding.table or last.name))
 
 
 # --- Starting and resuming a run -----------------------------------------------------------------------

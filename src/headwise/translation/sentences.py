@@ -22,6 +22,9 @@ MAX_REMEMBERED = 4096  # translations
 UNKNOWN = "?"  # of a sentence that was not asked for yet
 FULL_STOP = "\u3002"
 ENGLISH = re.compile(r"(?<![\w.])[a-z]{2,} [a-z]{2,}")  # two words in a row
+CODE = re.compile("`[^`]*`")
+PART_END = re.compile(r"[.;] |;$")  # in a value it shows that the sentence has parts
+NAMES = re.compile(r"[\w.'-]+(, [\w.'-]+)+")  # a list of names to choose from
 # Where a sentence is divided, and what joins the translated parts.
 SEPARATORS = ((". ", FULL_STOP), ("; ", "\uff1b"), (": ", "\uff1a"), (", ", "\uff0c"), (" and ", "\u548c"))
 
@@ -110,11 +113,21 @@ def _translate_whole(sentence: str, *, values_may_be_english: bool) -> str | Non
         return text
     for template in read_templates():
         values = template.match(sentence)
-        if values is not None and not any(". " in value or "; " in value for value in values):
-            texts = [translate(value) or value for value in values]
+        if values is not None and not any(PART_END.search(value) for value in values):
+            texts = [_translate_value(value, number, template) for number, value in enumerate(values)]
             if values_may_be_english or not any(ENGLISH.search(text) for text in texts):
                 return template.translation.format(*texts)
     return None
+
+
+def _translate_value(value: str, number: int, template: Template) -> str:
+    """A value of a sentence; commands and lists of names stay as they are.
+
+    >>> translate("see headwise heads --help")
+    '见 `headwise heads --help`'
+    """
+    is_code = any(f"{{{number}}}" in code for code in CODE.findall(template.translation))
+    return value if is_code or NAMES.fullmatch(value) else translate(value) or value
 
 
 def _by_parts(sentence: str) -> str | None:
