@@ -185,9 +185,8 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="a model (.toml, config.json, or by name as gpt2), another attention for the task's model (a preset, or a "
-        ".toml of headwise spec), gru-fixed, gru-additive or gru-dot, or weights to continue from (a folder, a "
-        "llama2.c file)",
+        help="a model (.toml, config.json, gpt2), another attention for the task's model (a preset, or a .toml of "
+        "headwise spec), gru-fixed, gru-additive or gru-dot, or weights to continue from (a folder, a llama2.c file)",
     )
     parser.add_argument(
         "--recipe", metavar="FILE", help="a .toml with training options; command-line options override it"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 
 import torch
@@ -24,14 +23,25 @@ STEPS, BATCH, EVALUATED = 200, 64, 512
 NAMES = {"attention": "self-attention", "GRU": "GRU", "LSTM": "LSTM", "convolution": "convolution"}
 
 
-@functools.cache
+# Both are filled when they are first needed, because the tables of two documents have the same cells.
+_reach: dict[str, LayerReach] = {}
+_cells: dict[str, Number] = {}
+
+
 def _measure_reach() -> Mapping[str, LayerReach]:
-    return {layer.name: layer for layer in measure_layer_reach(TOKENS).layers}
+    if not _reach:
+        _reach.update({layer.name: layer for layer in measure_layer_reach(TOKENS).layers})
+    return _reach
 
 
-@functools.cache  # the tables of two documents have the same cells
 def measured_cells() -> Mapping[str, Number]:
     """Every measured number of the tables, by row and layer: `field_attention`, `chain_gru`."""
+    if not _cells:
+        _cells.update(_measure_cells())
+    return _cells
+
+
+def _measure_cells() -> Mapping[str, Number]:
     seconds = measure_scaling(LayerSizes(max(LENGTHS), MODEL_WIDTH), LENGTHS).layers
     less, more = (_count_flops(length) for length in LENGTHS)
     numbers: dict[str, Number] = {"tokens": TOKENS, "short": LENGTHS[0], "long": LENGTHS[1]}
