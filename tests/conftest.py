@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 import random
@@ -102,6 +103,21 @@ def plain_empty_in_compile_tests(request: pytest.FixtureRequest, nan_filled: Non
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def small_curves():
+    """Runs write small pictures of their learning curves, because drawing them takes longer than most of these runs."""
+    from headwise.files import write_atomically
+    from headwise.training import learning_curves, loop
+
+    def save_small_curves(folder: Path, curves: learning_curves.LearningCurves, title: str) -> None:
+        for name in learning_curves.CURVE_FILES.values():
+            write_atomically(folder / name, b"<svg/>")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "save_curves", save_small_curves)
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """A folder `shared` with real data beside the checkout; tests that need it are skipped without it."""
@@ -142,6 +158,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--shapes"):
         install_shape_checks()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect without the garbage collector, which took half of the time, and hide what was collected from it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

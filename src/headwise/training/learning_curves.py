@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,13 +98,20 @@ def save_curves(folder: Path, curves: LearningCurves, title: str) -> None:
     """Draw the curves into the folder of a run; equal records give equal files."""
     import matplotlib
 
+    buffer = io.BytesIO()
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_matplotlib_style(THEMES["light"]))
+        draw_curves(curves, THEMES["light"], title).savefig(buffer, format="svg", metadata=FIGURE_METADATA[".svg"])
+    light = buffer.getvalue().decode()
     for name, theme in THEMES.items():
-        buffer = io.BytesIO()
-        with matplotlib.rc_context():
-            matplotlib.rcdefaults()
-            matplotlib.rcParams.update(_matplotlib_style(theme))
-            draw_curves(curves, theme, title).savefig(buffer, format="svg", metadata=FIGURE_METADATA[".svg"])
-        write_atomically(folder / CURVE_FILES[name], buffer.getvalue())
+        write_atomically(folder / CURVE_FILES[name], _recolour(light, THEMES["light"], theme).encode())
+
+
+def _recolour(svg: str, theme: CurveTheme, other: CurveTheme) -> str:
+    """Replace the colours of one theme by those of another, which is quicker than drawing again."""
+    replacements = {one.lower(): two.lower() for one, two in zip(astuple(theme), astuple(other), strict=True)}
+    return re.sub("|".join(replacements), lambda match: replacements[match[0]], svg)
 
 
 def draw_curves(curves: LearningCurves, theme: CurveTheme, title: str) -> Figure:

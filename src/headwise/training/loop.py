@@ -310,7 +310,7 @@ def _drawn_at_the_end(run: TrainingRun, draw: Callable[[TrainingRun], object]) -
 
 
 def draw_curves(run: TrainingRun) -> None:
-    """Draw the learning curves into the folder, once at the end, because drawing takes half a second."""
+    """Draw the learning curves into the folder, once at the end, because drawing takes a quarter of a second."""
     if run.world.is_leader and run.progress.step:
         records = read_lines(run.folder / JsonlLogger.NAME)
         curves = LearningCurves.of(records, [change["step"] for change in run.history])
