@@ -1,8 +1,8 @@
 """Findings of studies: `python tools/study_findings.py RUNS NAME...` writes docs/findings/study-NAME.md with figures.
 
-RUNS is the folder of the stored runs; that of studies/NAME.toml is in RUNS/NAME, at the scale "page". Cells without a
-result there are trained, so that an interrupted run goes on. The verdict of each study, which a person writes after
-reading its numbers, is in tools/study_verdicts.toml.
+RUNS is the folder of the stored runs; that of studies/NAME.toml is in RUNS/NAME, at the scale "page", or the one in
+`SCALES`. Cells without a result there are trained, so that an interrupted run goes on. The verdict of each study, which
+a person writes after reading its numbers, is in tools/study_verdicts.toml.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from headwise.studies.study_runner import run_study
 ROOT = Path(__file__).resolve().parents[1]
 FINDINGS = ROOT / "docs" / "findings"
 SCALE, JOBS = "page", 1
+SCALES = {"variants": "small"}  # studies whose page is made at another scale
 ABOUT_DECODING = ("attention-vs-rnn-vs-conv",)  # studies whose page shows decode times
 PAGE = """# Study: {name}
 
@@ -48,7 +49,7 @@ PAGE = """# Study: {name}
 
 ## Protocol and environment
 
-    headwise study studies/{name}.toml --scale page --jobs {jobs} --out RUNS/{name}
+    headwise study studies/{name}.toml --scale {scale} --jobs {jobs} --out RUNS/{name}
     python tools/study_findings.py RUNS {name}
 
 {protocol}
@@ -66,7 +67,7 @@ COLOURS = """
 
 def write_page(name: str, runs: Path) -> Path:
     """Write the page of one study from its stored run; returns its path."""
-    study = read_study(ROOT / "studies" / f"{name}.toml", SCALE)
+    study = read_study(ROOT / "studies" / f"{name}.toml", SCALES.get(name, SCALE))
     results = run_study(study, runs / name, ProcessEngine(JOBS), progress=lambda line: print(line, file=sys.stderr))
     report = write_report(results, runs / name)
     verdicts = tomllib.loads((ROOT / "tools" / "study_verdicts.toml").read_text(encoding="utf-8"))
@@ -77,6 +78,7 @@ def write_page(name: str, runs: Path) -> Path:
         tables.append(decoding)
     page = PAGE.format(
         name=name,
+        scale=study.scale,
         jobs=JOBS,
         hypothesis=_fill(f"**Hypothesis, stated before the runs.** {study.hypothesis}"),
         verdict=_fill(f"**Verdict, written after them.** {verdicts[name]}"),

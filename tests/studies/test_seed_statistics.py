@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -142,7 +143,7 @@ def test_readouts():
         "tests": {"longer": {"accuracy": 0.3}},
         "edits": {"half": {"metrics": {"accuracy": 0.7}}},
         "curve": [{"metrics": {"accuracy": 0.1}}, {"metrics": {"accuracy": 0.5}}],
-        "heads": {"measures": {"entropy": 1.5}, "diversity": 0.25},
+        "heads": {"measures": {"entropy": 1.5}, "diversity": 0.25, "residual": [1.0, 0.75, 0.625]},
         "heads_at": {"step 0": {"measures": {"entropy": 2.0}}, "test longer": {"measures": {"entropy": 2.5}}},
     }
     expected = {
@@ -156,6 +157,7 @@ def test_readouts():
         "entropy of a at step 0": 2.0,
         "entropy of a on longer": 2.5,
         "diversity of a": 0.25,
+        "residual of a": 0.625,
     }
     assert {text: Readout.parse(text).read(cell, "accuracy") for text in expected} == pytest.approx(expected)
     assert all(Readout.parse(text).read(cell, "accuracy") is None for text in ("a on other", "entropy of a at step 9"))
@@ -169,6 +171,21 @@ def test_best_needs_significance():
     assert beaten["mha", "recall"].is_best
     close = scores_of(make_results({"mha": [0.9] * 4, "gqa": [0.2, 0.9, 0.9, 0.9], "linear": [0.1] * 4}))
     assert not close["mha", "recall"].is_best  # the best mean, but one variant is not significantly worse
+
+
+def test_a_metric_that_is_measured_only_at_the_end():
+    results = make_results({"mha": [0.9, 0.3], "gqa": [0.3, 0.3], "linear": [0.3, 0.3]}, seeds=[1, 2])
+    late = {"curve": [{"step": 4, "metrics": {"loss": 1.0}}], "steps": 8}  # as of generated texts
+    results.cells = [replace(one, result={**one.result, **late}) for one in results.cells]
+    mha = scores_of(results)["mha", "recall"]
+    assert (mha.success_rate, mha.steps_to_threshold) == (0.5, 8.0)
+    grid = results.grid
+    losses = {0.001: 0.75, 0.003: 0.5}
+    tuned = [
+        CellResult(cell, "tune", {"status": "done", "valid": {"loss": losses[cell.rate]}})
+        for cell in grid.tuning_cells()
+    ]
+    assert set(choose_rates(grid.study, tuned).values()) == {0.003}
 
 
 def test_learning_rates_are_chosen_on_validation():

@@ -102,6 +102,7 @@ MISTAKES = {
     "padded step": ({"contrasts": [["entropy of few at step 07", "entropy of few"]]}, "has the step '07'"),
     "unlike measures": ({"contrasts": [["entropy of few", "mha"]]}, "takes the metric of the task from entropy"),
     "itself": ({"contrasts": [["few", "few"]]}, "compares 'few' with itself"),
+    "made anyway": ({"contrasts": [["mha", "few"]]}, "compares a variant with the baseline 'mha', as the report does"),
     "repeated": ({"contrasts": [["few on longer", "mha"], ["mha", "few on longer"]]}, "twice, perhaps in another"),
     "single contrast": ({"contrasts": ["few"]}, "no pair of texts"),
     "words": ({"contrasts": [["few in half", "mha"]]}, "VARIANT after EDIT"),
@@ -130,6 +131,22 @@ def test_mistakes_give_one_line(name: str):
 def test_models_that_cannot_be_made(variants: dict[str, Any], words: str):
     with pytest.raises(SpecError, match=words):
         CellGrid(parse_study({**TABLE, "variants": variants, "match": "params"}, "few", "small", {}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"variants": {"mha": {}, "few": {"preset": "gqa", "recipe": {"init": "depht"}}}}, "'few' .* init='depht'"),
+        ({"recipe": {"steps": 8, "aux_losses": {"balance": 0.1}}}, "'mha' on 'recall' .* loss 'balance'"),
+        ({"tasks": {"recall": {**RECALL, "tests": {"more": {"vocabulary": 64}}}}}, "'mha' .* test 'more': .* 64 ids"),
+        ({"edits": {"three": {"change": "convert", "kv": 3}}}, "'mha' .* edit 'three': .* cannot split 4"),
+        ({"recipe": {"steps": 8, "sample_every": 4}}, "'mha' on 'recall' .* sample_prompts is missing"),
+    ],
+)
+def test_cells_that_cannot_begin(changes: dict[str, Any], words: str):
+    with pytest.raises(SpecError, match=words) as caught:
+        CellGrid(parse_study({**TABLE, **changes}, "few", "small", {}))
+    assert "\n" not in str(caught.value)
 
 
 def test_unknown_scale_and_unreadable_files(tmp_path: Path):
@@ -182,9 +199,10 @@ def test_contrasts_at_steps_need_a_checkpoint(recipe: dict[str, int], step: int,
 
 
 @pytest.mark.parametrize("path", sorted(STUDIES.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_study_is_read_at_every_scale(path: Path):
-    for scale in ("small", *tomllib.loads(path.read_text())["scales"]):
-        assert read_study(path, scale).scale == scale
+def test_every_cell_of_every_study_can_begin_at_every_scale(path: Path):
+    for scale in dict.fromkeys(("small", *tomllib.loads(path.read_text())["scales"])):
+        grid = CellGrid(read_study(path, scale))
+        assert len(grid.models) == len(grid.study.variants) * len(grid.study.tasks)
 
 
 def test_a_variant_from_a_file_and_a_resized_model(tmp_path: Path):

@@ -6,13 +6,21 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from ..data import Batch, Task
+from ..distributed import join_process_group
+from ..distributed.sharded_model import shard_model
 from ..errors import SpecError
 from ..model_spec import ModelSpec, serialization as model_serialization
+from ..models import build
+from ..training.evaluation import sum_batch_metrics
+from ..training.loss import check_model
 from ..training.recipe import Recipe, from_dict, to_dict
+from ..training.run_setup import TrainingSetup
+from ..training.train_step import StepOptions, TrainStep
 from .contrasts import Readout
 from .study_file import CELL_EXECUTION, Study, StudyTask, Variant
 from .variant_models import VariantModel, make_variant_model
@@ -57,6 +65,7 @@ class CellGrid:
                 self.recipes[key] = make_recipe(study, variant, task)
                 self.batches[key] = task.task.batch(0, self.recipes[key].batch)
                 self.models[key] = make_variant_model(study, variant, task, self.batches[key])
+                check_training(study, variant, task, self.models[key].spec, self.recipes[key])
         for task in study.tasks.values():
             self._check_all_differ(task.name)
         for contrast in study.contrasts:
@@ -143,6 +152,29 @@ def make_recipe(study: Study, variant: Variant, task: StudyTask) -> Recipe:
         return from_dict({**evaluations, **changes, **CELL_EXECUTION})
     except SpecError as error:
         raise SpecError(f"the recipe of {variant.name!r} on {task.name!r}: {error}") from None
+
+
+def check_training(study: Study, variant: Variant, task: StudyTask, spec: ModelSpec, recipe: Recipe) -> None:
+    """Raise SpecError unless a cell can begin: build and edit its model, train on one example, and test on one of each
+    test.
+    """
+    where, recipe = "the model", replace(recipe, batch=1, accumulate=1)
+    try:
+        net = build(spec, dropout=recipe.dropout, init=recipe.init)
+        where = "a training step"
+        with join_process_group() as launch:
+            setup = TrainingSetup.of(task.task, spec, recipe, Path(), launch)
+        step = TrainStep(shard_model(net, setup.ranks), recipe, StepOptions("fp32", "off", attention="plain"))
+        step.compute_gradients(setup.first_batch)
+        for name, test in task.tests.items():
+            where = f"the test {name!r}"
+            check_model(spec, test)
+            sum_batch_metrics(net, test, (1, 1), "test")
+        for name, edit in study.edits.items():
+            where = f"the edit {name!r}"
+            edit.check_model(net)
+    except ValueError as error:
+        raise SpecError(f"the variant {variant.name!r} on {task.name!r} cannot be run; {where}: {error}") from None
 
 
 def explain_missing_step(recipe: Recipe, text: str) -> str:

@@ -15,7 +15,7 @@ from ..errors import SpecError, suggest
 from .cell_heads import HEAD_MEASURES
 
 CHANGE, LEARNING = "change", "learning"
-OTHER_HEAD_NUMBERS = ("diversity", "score_deviation", "score_rank", "score_change")
+OTHER_HEAD_NUMBERS = ("diversity", "score_deviation", "score_rank", "score_change", "residual")
 MEASURES = (CHANGE, LEARNING, *HEAD_MEASURES, *OTHER_HEAD_NUMBERS)
 STEP = re.compile("0|[1-9][0-9]{0,8}")
 PATTERN = re.compile(r"(?:(?P<measure>\S+) of )?(?P<variant>\S+)(?: (?P<place>after|on|at step) (?P<name>\S+))?")
@@ -26,8 +26,8 @@ class Readout:
     """One number of every cell of a variant, written as `[MEASURE of] VARIANT [after EDIT | on TEST | at step N]`.
 
     Without a measure it is the metric of the task: of the trained model, after an edit, or on a further test. "change"
-    is what the edit or the test changed in it, and "learning" its mean over the evaluations during training. All other
-    measures are means over heads.
+    is what the edit or the test changed in it, and "learning" its mean over the evaluations during training. "residual"
+    is how different the tokens of a text are after the last layer, and all other measures are means over heads.
     """
 
     text: str
@@ -77,7 +77,8 @@ class Readout:
             return value - trained
         place = {"": "", "on": f"test {self.name}", "at step": f"step {self.name}"}[self.place]
         summary = result["heads_at"].get(place, {}) if place else result["heads"]
-        return {**summary, **summary.get("measures", {})}.get(self.measure)
+        value = {**summary, **summary.get("measures", {})}.get(self.measure)
+        return value[-1] if isinstance(value, list) else value  # the residual after the last of all layers
 
     def _metrics(self, result: Mapping[str, Any]) -> Mapping[str, float]:
         if self.place == "after":
@@ -104,6 +105,15 @@ class Contrast:
         left, right = (one.measure or "the metric of the task" for one in (self.left, self.right))
         if left != right:
             raise SpecError(f"the contrast {self.name!r} takes {right} from {left}; give two readouts of one measure")
+
+    def check_baseline(self, baseline: str) -> None:
+        """Raise SpecError if the report makes the comparison anyway: the metric of a variant and of the baseline."""
+        texts = self.left.text, self.right.text
+        if baseline in texts and texts == (self.left.variant, self.right.variant):
+            raise SpecError(
+                f"the contrast {self.name!r} compares a variant with the baseline {baseline!r}, as the report does for "
+                'every variant; leave it out, or name a measure, as in "learning of VARIANT"'
+            )
 
 
 def parse_contrasts(values: object, tables: Mapping[str, Mapping[str, Any]]) -> tuple[Contrast, ...]:

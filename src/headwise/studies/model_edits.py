@@ -99,6 +99,11 @@ class ModelEdit:
         if self.texts < 2 or self.steps < 0 or self.gate_steps < 1:
             raise SpecError(f"edits.{name} needs texts >= 2, steps >= 0 and gate_steps >= 1; correct the file")
 
+    def check_model(self, net: Transformer) -> None:
+        """Raise SpecError if the heads of a model cannot share keys and values as the edit says."""
+        if self.change == "convert":
+            convert(net, Pool(self.kv), kind="self")
+
 
 def describe_edits(edits: Mapping[str, ModelEdit]) -> str:
     """One sentence for each edit, about the heads that it changes and the training after it.

@@ -218,10 +218,16 @@ def _score_cells(variant: str, task: StudyTask, cells: Sequence[CellResult]) -> 
 
 
 def _first_success(one: CellResult, task: StudyTask) -> int | None:
-    """The first evaluation step at which the metric reached the threshold; None if it never did."""
+    """The first evaluation step at which the metric reached the threshold; None if it never did.
+
+    A metric of generated texts is only measured at the end of training.
+    """
     if task.threshold is None:
         return None
-    for point in one.result["curve"]:
+    curve = one.result["curve"]
+    if all(task.metric not in point["metrics"] for point in curve):
+        curve = [{"step": one.result["steps"], "metrics": one.result["metrics"]}]
+    for point in curve:
         value = point["metrics"].get(task.metric, math.nan)
         if (value >= task.threshold) if task.higher_is_better else (value <= task.threshold):
             return int(point["step"])

@@ -171,6 +171,8 @@ def parse_study(
         folder=folder,
     )
     _check_study(study)
+    for contrast in study.contrasts:
+        contrast.check_baseline(study.baseline)
     return study
 
 

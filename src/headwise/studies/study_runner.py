@@ -96,14 +96,19 @@ def run_study(
 
 
 def choose_rates(study: Study, tuned: Sequence[CellResult]) -> dict[tuple[str, str], float]:
-    """The learning rate with the best validation metric for each variant on each task; none where all cells failed."""
+    """The learning rate with the best validation metric for each variant on each task; none where all cells failed.
+
+    If the metric is not measured during training, as of generated texts, the validation loss chooses.
+    """
     best: dict[tuple[str, str], tuple[float, float]] = {}
     for one in tuned:
-        task = study.tasks[one.cell.task]
-        value = one.result.get("valid", {}).get(task.metric, math.nan)
-        if not math.isfinite(value):
+        task, valid = study.tasks[one.cell.task], one.result.get("valid", {})
+        score = valid.get(task.metric, math.nan) * (1 if task.higher_is_better else -1)
+        if task.metric not in valid:
+            score = -valid.get("loss", math.nan)
+        if not math.isfinite(score):
             continue
-        score, key = value if task.higher_is_better else -value, (one.cell.variant, one.cell.task)
+        key = one.cell.variant, one.cell.task
         if key not in best or score > best[key][0]:
             best[key] = score, one.cell.rate
     return {key: rate for key, (_, rate) in best.items()}
