@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import headwise as hw
 from headwise.data import IGNORE_INDEX, Batch
 from headwise.data.example_order import plan_by_length, plan_by_token_budget, plan_packed_rows, split_by_key
 from headwise.data.translation import ParallelTextTask, normalise_sentence, score_translations
+from headwise.data.vocabulary import train_bpe
 
 SOURCES = [f"{n} " + " ".join(["red", "small", "houses"] * (1 + n * 37 % 5)) for n in range(83)]
 TARGETS = [source.upper()[::-1] for source in SOURCES]
@@ -247,3 +249,14 @@ def test_a_few_held_out_batches_have_short_and_long_sentences(path: str):
     assert longest != sorted(longest)
     assert max(longest[:4]) > 0.7 * max(longest)
     assert min(longest[:4]) < 0.7 * max(longest)
+
+
+def test_no_token_spans_two_chinese_characters():
+    """With merges across characters, the frequent pair would become one token, and a word would lie within it."""
+    texts = ["我们喜欢苹果。", "我们喜欢 Python 3。"]
+    vocabulary = train_bpe(texts * 9, 400, ("<s>", "</s>"))
+    for text in texts:
+        (ids,) = vocabulary.encode([text])
+        pieces = [vocabulary.decode([token_id]) for token_id in ids.tolist()]
+        assert "".join(pieces) == text
+        assert [piece for piece in pieces if "\u4e00" <= piece[0] <= "\u9fff"] == re.findall("[\u4e00-\u9fff]", text)

@@ -16,10 +16,13 @@ from headwise.head_analysis.annotated_examples import (
     examples_from_lines,
     examples_from_pairs,
     examples_from_sentences,
+    join_words,
     parse_alignment_links,
     read_conllu,
     read_lines,
 )
+from headwise.head_analysis.dependency_syntax import DependencyScores, is_relation_measure, train_attention_probe
+from headwise.head_analysis.head_measurement import measure_heads
 from support.conllu_examples import ROWS, WORDS, build_encoder, conllu_lines
 
 
@@ -104,12 +107,18 @@ def test_a_sentence_that_the_tokenizer_reads_otherwise():
     assert sources.notes == ("sentences skipped because some of their words have no token of their own: 1",)
 
 
-def test_pairs_and_links():
+def build_translator() -> hw.Transformer:
+    """An encoder-decoder with the word-level tokenizer of `build_encoder` on both sides."""
     config = {"model_type": "bart", "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": len(WORDS),
               "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8,
               "max_position_embeddings": 16}  # fmt: skip
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     net.usage = hw.ProcessorSpec(tokenizer=build_encoder().usage.tokenizer, begin=(1,), end=(2,))
+    return net
+
+
+def test_pairs_and_links():
+    net = build_translator()
     (example,) = examples_from_pairs(
         net, [("the dog", "a b bark")], [parse_alignment_links("0-0 1?2", 1)]
     ).examples_with_frequencies()
@@ -124,6 +133,37 @@ def test_pairs_and_links():
         examples_from_pairs(net, [("the dog", "a b bark")], [((2, 0, True),)])
     with pytest.raises(SpecError, match="'1~2' is not an alignment link"):
         parse_alignment_links("1~2", 4)
+
+
+def test_the_parse_of_an_encoder_decoder_is_of_its_source():
+    """Dependencies join words of the source; the target that the model generates has none."""
+    net = build_translator()
+    sentences = [ParsedSentence("dogs the", ("dogs", "the"), ((0, 4), (5, 8)), ((1, 0, "det"),))] * 25
+    examples = examples_from_sentences(net, sentences).examples_with_frequencies()
+    assert examples[0].parsed_stream == "source"
+    assert examples[0].dependencies == ((1, 0, "det"),)
+    assert {*examples[0].streams["source"].word_index.tolist()} == {0, 1}
+    table = measure_heads(net, examples, collectors=[DependencyScores()])
+    sites = {head.site for head in table.heads if any(map(is_relation_measure, head.measures))}
+    assert sites == {head.site for head in table.heads if head.site.startswith("encoder")}
+    probe = train_attention_probe(net, examples)
+    assert {weight.site for weight in probe.head_weights} == sites
+
+
+def test_the_model_reads_chinese_words_joined():
+    net = build_translator()
+    reader = examples_from_pairs(net, [("the dog", "我 喜欢 Visual Studio 。")], [((1, 4, True),)])
+    assert reader.notes == ("texts with characters that the tokenizer does not know: 1",)
+    assert join_words("我 喜欢 Visual Studio 。")[0] == "我喜欢Visual Studio。"
+
+
+def test_pairs_with_a_word_inside_a_token_are_left_out():
+    reader = ExampleReader(build_translator())
+    for source_spans in (((0, 3),), ((0, 1), (1, 3))):  # the second word begins within the token "dog"
+        spans = {"source": source_spans, "text": ((0, 1), (2, 3))}
+        reader.add_text("dog", "a b", alignment_links=[(0, 0, True)], spans=spans)
+    assert len(reader.examples) == 1
+    assert reader.notes == ("sentences skipped because some of their words have no token of their own: 1",)
 
 
 def test_a_source_alone_is_answered():

@@ -208,12 +208,9 @@ def test_arcs_of_tokens_that_are_of_no_word_are_refused():
         DependencyScores().start_example(Example(None, {"text": changed}, dependencies=arcs))
 
 
-def test_unknown_words_are_refused():
-    block, arcs = text(0, "full")
+def test_unknown_conventions_are_refused():
     with pytest.raises(ValueError, match="unknown convention='clarke'; did you mean 'clark'"):
         DependencyScores(convention="clarke")
-    with pytest.raises(ValueError, match="unknown stream='sourse'; use one of text"):
-        DependencyScores(stream="sourse").start_example(example_of(block, arcs))
 
 
 def test_the_interval_of_a_share_is_between_0_and_1():

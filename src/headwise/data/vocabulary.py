@@ -152,7 +152,11 @@ class SubwordVocabulary(Vocabulary):
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> SubwordVocabulary:
-    """Train a byte-level BPE vocabulary of at most `vocab_size` tokens on these texts."""
+    """Train a byte-level BPE vocabulary of at most `vocab_size` tokens on these texts.
+
+    No token has more than one Chinese character, because Chinese has no spaces between words: a token would span parts
+    of two words. (BERT's tokenizers do the same.)
+    """
     min_size = 256 + len(special_tokens)
     if vocab_size < min_size:
         raise SpecError(
@@ -160,6 +164,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
             f"use {min_size} or more"
         )
     tokenizer = _byte_level_tokenizer(BPE(), splitting="words")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\p{Han}"), "isolated"), tokenizer.pre_tokenizer]
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = BpeTrainer(
         vocab_size=vocab_size,

@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..data import IGNORE_INDEX, Batch, Task
+from ..data.translation import DEFAULT_BLEU_TOKENIZER, choose_bleu_tokenizer
 from ..errors import SequenceTooLong, SpecError, UnknownToken
 from ..files import read_text_file
 from ..generation import load_tokenizers
@@ -73,6 +75,11 @@ class Example:
     streams: Mapping[str, TokenAnnotations]
     dependencies: Sequence[tuple[int, int, str]] = field(default=())
     alignment_links: Sequence[tuple[int, int, bool]] = field(default=())
+
+    @property
+    def parsed_stream(self) -> str:
+        """Name of the stream whose words have dependencies: the source of an encoder-decoder, otherwise the text."""
+        return "source" if "source" in self.streams else "text"
 
     @property
     def model_inputs(self) -> Any:
@@ -247,11 +254,18 @@ class ExampleReader:
     answer_after: str = ""
 
     def add_text(
-        self, text: str, target: str = "", sentence: ParsedSentence | None = None, alignment_links: Iterable[Any] = ()
+        self,
+        text: str,
+        target: str = "",
+        *,
+        dependencies: Sequence[tuple[int, int, str]] | None = None,
+        alignment_links: Sequence[tuple[int, int, bool]] = (),
+        spans: Mapping[str, Sequence[Span]] = MappingProxyType({}),
     ) -> None:
-        """Add one text, or a source and its target, optionally with a parse or with alignment links.
+        """Add one text, or a source and its target, optionally with dependencies or alignment links between words.
 
-        For an encoder-decoder model and no target, the model generates one.
+        `spans` are the character spans of the words of a stream; without them its text is split into words. For an
+        encoder-decoder model and no target, the model generates one.
         """
         if not text.strip():
             self.skipped["empty lines"] += 1
@@ -262,22 +276,13 @@ class ExampleReader:
         kwargs = self._with_answer_labels(inputs)
         if kwargs is None:
             return
-        dependencies = () if sentence is None else sentence.dependencies
-        links = tuple(alignment_links)
-        texts = {"source": text, "text": target}
-        spans = dict.fromkeys(inputs.token_rows, None if sentence is None else sentence.word_spans)
-        if links:  # alignment links count words between spaces
-            spans = {
-                name: [match.span() for match in NON_SPACE_PATTERN.finditer(texts[name])] for name in inputs.token_rows
-            }
-        streams = {name: _annotate_tokens(rows[0], spans[name]) for name, rows in inputs.token_rows.items()}
-        if sentence is not None:
-            num_words = len(sentence.word_spans)
-            if _count_words_without_tokens(next(iter(streams.values())), num_words):
-                self.skipped["sentences skipped because some of their words have no token of their own"] += 1
-                return
+        streams = {name: _annotate_tokens(rows[0], spans.get(name)) for name, rows in inputs.token_rows.items()}
+        num_lost = sum(_count_words_without_tokens(streams[name], len(spans[name])) for name in spans)
+        if (dependencies is not None or alignment_links) and num_lost:
+            self.skipped["sentences skipped because some of their words have no token of their own"] += 1
+            return
         arguments = inputs.args or kwargs  # a model that takes one dictionary is called with `args`
-        self.examples.append(Example(arguments, streams, tuple(dependencies), links))
+        self.examples.append(Example(arguments, streams, dependencies or (), tuple(alignment_links)))
 
     def _with_answer_labels(self, inputs: ModelInputs) -> Mapping[str, Any] | None:
         """The model's arguments, with labels of the answer's tokens if these alone are targets; None skips the text."""
@@ -361,8 +366,10 @@ class ExampleReader:
 
     def _generate_target(self, text: str) -> ModelInputs:
         """Inputs of a source with a target that the model generates."""
-        inputs = prepare_inputs(self.model, text, MAX_GENERATED_TOKENS)
-        generated = ModelRun(self.model, inputs, MAX_GENERATED_TOKENS).run_with_hooks([], {})
+        max_length = get_max_length(self.model)  # the start token has the first position
+        limit = MAX_GENERATED_TOKENS if max_length is None else min(MAX_GENERATED_TOKENS, max_length - 1)
+        inputs = prepare_inputs(self.model, text, limit)
+        generated = ModelRun(self.model, inputs, limit).run_with_hooks([], {})
         rows = inputs.extend_rows(generated.tolist() if isinstance(generated, Tensor) else generated)
         is_native = not inputs.kwargs
         source = torch.tensor(inputs.prompt_ids) if is_native else inputs.kwargs["input_ids"]
@@ -419,23 +426,50 @@ def examples_from_sentences(
     for sentence in sentences:
         if limit is not None and len(reader.examples) >= limit:
             break
-        reader.add_text(sentence.text, sentence=sentence)
+        spans = {"source" if is_encoder_decoder(model) else "text": sentence.word_spans}
+        reader.add_text(sentence.text, dependencies=sentence.dependencies, spans=spans)
     return reader
 
 
 def examples_from_pairs(
     model: nn.Module, pairs: Iterable[tuple[str, str]], gold_links: Iterable[Sequence[tuple[int, int, bool]]]
 ) -> ExampleReader:
-    """Read pairs of source and target, with gold links between their words."""
+    """Read pairs of source and target, with gold links between their words, which are separated by spaces.
+
+    The model reads the words of a language without spaces between words, such as Chinese, joined.
+    """
     reader = ExampleReader(model)
-    for number, ((source, target), links) in enumerate(zip(pairs, gold_links, strict=True), 1):
-        counts = len(source.split()), len(target.split())
+    for number, (pair, links) in enumerate(zip(pairs, gold_links, strict=True), 1):
+        (source, source_spans), (target, target_spans) = map(join_words, pair)
+        counts = len(source_spans), len(target_spans)
         for link in links:
             if not (0 <= link[0] < counts[0] and 0 <= link[1] < counts[1]):
                 words = f"{counts[0]} source words and {counts[1]} target words"
                 raise SpecError(f"pair {number} links word {link[0]} to {link[1]} but has {words}; count words from 0")
-        reader.add_text(source, target, alignment_links=links)
+        reader.add_text(source, target, alignment_links=links, spans={"source": source_spans, "text": target_spans})
     return reader
+
+
+def join_words(line: str) -> tuple[str, tuple[Span, ...]]:
+    """The text of words separated by spaces, as its language is written, and the words' character spans.
+
+    Chinese, Japanese, Thai, Lao, Khmer and Burmese words are joined; words in Latin letters stay apart.
+
+    >>> join_words("我 用 Visual Studio 。")
+    ('我用Visual Studio。', ((0, 1), (1, 2), (2, 8), (9, 15), (15, 16)))
+    >>> join_words("the dog")
+    ('the dog', ((0, 3), (4, 7)))
+    """
+    has_spaces = choose_bleu_tokenizer([line]) == DEFAULT_BLEU_TOKENIZER
+    if has_spaces:
+        return line, tuple(match.span() for match in NON_SPACE_PATTERN.finditer(line))
+    text, spans = "", list[Span]()
+    for word in line.split():
+        if text and text[-1].isascii() and word[0].isascii():
+            text += " "
+        spans.append((len(text), len(text) + len(word)))
+        text += word
+    return text, tuple(spans)
 
 
 def examples_from_task(model: nn.Module, task: Task, limit: int, split: str = "valid") -> ExampleReader:

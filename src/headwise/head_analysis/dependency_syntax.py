@@ -119,14 +119,14 @@ SYNTAX_PREFIX = "syntactic"  # names of these measures start with it
 class DependencyScores:
     """Dependencies found by self-attention heads: a collector for `measure_heads`.
 
-    `stream` names the tokens whose sentences are parsed. A relation is left out if the data has fewer than `min_arcs`
+    Parsed sentences are the sources of an encoder-decoder. A relation is left out if the data has fewer than `min_arcs`
     of it. `kept` holds the counts of each text by site, relation and direction.
     """
 
-    def __init__(self, *, convention: str = "ours", stream: str = "text", min_arcs: int = MIN_ARCS) -> None:
+    def __init__(self, *, convention: str = "ours", min_arcs: int = MIN_ARCS) -> None:
         if convention not in ARC_CONVENTIONS:
             raise ValueError(f"unknown convention={convention!r}; {suggest(convention, ARC_CONVENTIONS)}")
-        self.convention, self.stream, self.min_arcs = ARC_CONVENTIONS[convention], stream, min_arcs
+        self.convention, self.min_arcs = ARC_CONVENTIONS[convention], min_arcs
         self.counts_by_example: list[dict[tuple[str, RelationKey], Array]] = []
         self._words = WordBandMerger(self._add_word_band)
         self._tokens: TokenAnnotations | None = None
@@ -136,9 +136,7 @@ class DependencyScores:
 
     def start_example(self, example: Example) -> None:
         """Read the dependencies of the example."""
-        if self.stream not in example.streams:
-            raise ValueError(f"unknown stream={self.stream!r}; {suggest(self.stream, example.streams)}")
-        self._tokens, self._pairs = example.streams[self.stream], None
+        self._tokens, self._pairs = example.streams[example.parsed_stream], None
         if example.dependencies:
             self._pairs = make_dependency_pairs(
                 example.dependencies, self._words.group_words(self._tokens), self.convention
@@ -423,23 +421,25 @@ def train_attention_probe(
 
 def word_attention_maps(model: nn.Module, sites: Sequence[SiteModule], example: Example) -> dict[str, Tensor]:
     """Attention of every word to every word, averaged over the querying tokens: site name -> [heads, words, words]."""
-    tokens, bands = example.streams["text"], dict[str, list[Tensor]]()
+    stream = example.parsed_stream
+    tokens, bands = example.streams[stream], dict[str, list[Tensor]]()
     words = WordBandMerger(lambda site, band: bands.setdefault(site, []).append(band.w_HTS.float().cpu()))
-    streams = {module.site.name: ("text", "text") for module in sites}
+    streams = {module.site.name: (stream, stream) for module in sites}
     stream_weight_bands(model, sites, example, streams, words.add_band)
     is_word = (words.group_words(tokens).tokens.word_index >= 0).cpu()
     return {module.site.name: torch.cat(bands[module.site.name], 1)[:, is_word][:, :, is_word] for module in sites}
 
 
 def _self_attention_sites(model: nn.Module) -> list[SiteModule]:
-    """Observable sites at which the text attends to itself."""
+    """Observable sites at which a text, or the source of an encoder-decoder, attends to itself."""
     if model.training:
         raise ValueError("cannot probe a model in train mode, where dropout changes attention; call model.eval() first")
     has_source = is_encoder_decoder(model)
+    stream = "source" if has_source else "text"
     sites = [
         module
         for module in find_attention(model)
-        if module.site.observe.possible and get_streams(module.site, has_source) == ("text", "text")
+        if module.site.observe.possible and get_streams(module.site, has_source) == (stream, stream)
     ]
     if not sites:
         raise ValueError(f"cannot probe {type(model).__name__}: it has no self-attention that can be observed")
@@ -448,7 +448,8 @@ def _self_attention_sites(model: nn.Module) -> list[SiteModule]:
 
 def _word_dependencies(example: Example) -> list[tuple[int, int]]:
     """Dependencies between two words, as indices into the attention maps."""
-    word_indices = merge_annotations(example.streams["text"]).word_index.tolist() if "text" in example.streams else []
+    tokens = example.streams.get(example.parsed_stream)
+    word_indices = [] if tokens is None else merge_annotations(tokens).word_index.tolist()
     words = [word for word in word_indices if word >= 0]
     index_of = {word: index for index, word in enumerate(words)}
     dependencies = [

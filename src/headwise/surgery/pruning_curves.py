@@ -499,7 +499,7 @@ def _classify_heads(net: Transformer, examples: Sequence[Example]) -> tuple[dict
     """Return the class group of every head, and notes; empty if the tokens of the examples are unknown."""
     collectors = list[MeasureCollector]()
     if any(example.dependencies for example in examples):
-        collectors.append(DependencyScores(stream=next(iter(examples[0].streams))))
+        collectors.append(DependencyScores())
     if any(example.alignment_links for example in examples):
         collectors.append(AlignmentScores())
     if not all(example.streams for example in examples):
