@@ -292,7 +292,7 @@ class HiddenStateCache(TokenCache):
         super().__init__(batch, dtype, device)
         self.state: Tensor | None = None
 
-    def advance(self, state: Tensor, new_tokens: SequenceInfo) -> None:
+    def advance(self, state: Tensor | None, new_tokens: SequenceInfo) -> None:
         """Store the state after these tokens."""
         self._record_positions(new_tokens)
         self.state = state

@@ -111,11 +111,10 @@ def run_extras(
 
         report("comparing heads")
         extras.redundancy = measure_redundancy(model, examples, name=table.model)
-        extras.lines.append(extras.redundancy.sentence)
+        extras.lines += extras.redundancy.sentence.splitlines()
         if baseline is not None:
-            extras.lines.append(
-                extras.redundancy.compare_with(measure_redundancy(baseline, examples, name="its random baseline"))
-            )
+            of_baseline = measure_redundancy(baseline, examples, name="its random baseline")
+            extras.lines += extras.redundancy.compare_with(of_baseline).splitlines()
     _describe_weights(model, examples, args, extras)
     return table, extras
 

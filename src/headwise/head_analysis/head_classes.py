@@ -111,7 +111,7 @@ def _candidate_classes(head: HeadMeasures) -> Iterable[ClassCandidate]:
     alignment_names = [f"{ALIGNMENT_PREFIX} {row}" for row in ROW_CONVENTIONS]
     alignments = [head.measures[name] for name in alignment_names if name in head.measures]
     for measure in sorted(alignments, key=normalised_score)[-1:]:
-        template = "aligns words as human annotators do, 1 - AER {}"
+        template = "aligns words as the gold links do, 1 - AER {}"
         measure = measure._replace(p=min(1.0, measure.p * len(alignments)))  # the best of several conventions
         yield ClassCandidate("alignment", measure, _evidence_sentence(measure, template, "uniform or diagonal"))
 

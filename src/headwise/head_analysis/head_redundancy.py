@@ -347,15 +347,13 @@ class RedundancyResult:
 
     @property
     def sentence(self) -> str:
-        """Whether the heads are redundant, in sentences for every group."""
-        return " ".join(f"{self.model}, {self.texts} texts: {group.sentence}" for group in self.readers)
+        """Whether the heads are redundant, a paragraph for every group."""
+        return "\n".join(f"{self.model}, {self.texts} texts: {group.sentence}" for group in self.readers)
 
     def compare_with(self, other: RedundancyResult) -> str:
-        """Compare with the result of another model on the same texts, such as a random baseline; a sentence for every
-        group.
-        """
+        """Compare with another model on the same texts, such as a random baseline; a paragraph for every group."""
         pairs = [(own, theirs) for own in self.readers for theirs in other.readers if own.streams == theirs.streams]
-        return " ".join(
+        return "\n".join(
             f"{other.model}, {other.texts} texts: {compare_redundancy(own, theirs)}" for own, theirs in pairs
         )
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..cache import ProjectedSource, TokenCache
+from ..cache import HiddenStateCache, ProjectedSource, TokenCache
 from ..errors import SpecError, suggest
 from ..interfaces.core_types import Probe
 from ..masking.sequence_info import SequenceInfo
@@ -44,9 +44,13 @@ class ModelCache:
     """
 
     layers: Sequence[Mapping[str, TokenCache]]
+    counter: HiddenStateCache | None = None  # counts the tokens if no layer keeps anything of them
 
     def _iter_caches(self) -> Iterator[TokenCache]:
-        return (cache for layer in self.layers for cache in layer.values())
+        if self.counter is not None:
+            yield self.counter
+        for layer in self.layers:
+            yield from layer.values()
 
     @property
     def one(self) -> TokenCache:
@@ -240,7 +244,10 @@ class Transformer(nn.Module):
         h, types = last.embed(x)
         sequence = resolve_sequence(h, sequence, cache)
         inputs = self._layer_inputs(sequence, cache, *encoded)
-        return last.run(last.place(h, sequence, types), inputs, self._checkpointing)
+        h = last.run(last.place(h, sequence, types), inputs, self._checkpointing)
+        if cache is not None and cache.counter is not None:
+            cache.counter.advance(None, sequence)
+        return h
 
     def apply_head(self, h: Tensor, *, sequence: SequenceInfo | None = None, head: str | None = None) -> Tensor:
         """Return the outputs of one output head (default: the first) for hidden states [B, T, model]."""
@@ -269,12 +276,8 @@ class Transformer(nn.Module):
             layer.cache(batch=batch, capacity=capacity, storage_format=storage_format)
             for layer in self._first_and_last_stack()[1].blocks
         ]
-        if not any(layers):
-            raise SpecError(
-                f"{self.spec.name} has no self-attention to cache, no recurrence and no convolution; call it "
-                "without cache="
-            )
-        return ModelCache(layers)
+        weight = next(self.parameters())
+        return ModelCache(layers, None if any(layers) else HiddenStateCache(batch, weight.dtype, weight.device))
 
     def _first_and_last_stack(self) -> tuple[LayerStack, LayerStack]:
         layers = list(self.stacks.values())
