@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.data import make_task
 from headwise.learn.attention_mechanism import gru_steps
 from headwise.learn.sampled_tensors import make_layer, sample
+from headwise.studies.variant_models import resize_model
+from headwise.viewer.bundled_sample import load_sample_trace
 from support import learn_entries as learn
 from support.learn_entries import array, attention, layer_output, softmax
 
@@ -230,6 +233,28 @@ def performers() -> dict:
     return {"few": 32, "many": 4096, "error_few": errors[0], "error_many": errors[-1], "slope": slope}
 
 
+def best_sources() -> dict:
+    trace, counts = load_sample_trace(), []
+    for name in (f"decoder.{layer}.cross" for layer in range(3)):
+        for head in range(6):
+            rows = np.asarray(trace.head_weights(name, head))
+            counts.append(len(np.unique(rows.argmax(1))))
+    numbers = {"fewest": min(counts), "most": max(counts), "mean": float(np.mean(counts)), "heads": len(counts)}
+    return numbers | {"steps": rows.shape[0], "source": rows.shape[1]}
+
+
+def growth_by_length() -> dict:
+    flops = {n: 8 * n * 512**2 + 4 * n**2 * 512 for n in (64, 128, 65536, 131072)}
+    return {"from_64": flops[128] / flops[64], "from_65536": flops[131072] / flops[65536], "model": 512}
+
+
+def kept_numbers() -> dict:
+    """Written out: q, k, v and n^2 weights. Fused: q, k, v, the output and one number for each query."""
+    written, fused = ({n: count(n) for n in (256, 512)} for count in (lambda n: 48 * n + n * n, lambda n: 65 * n))
+    growth = {"written_growth": written[512] / written[256], "fused_growth": 2.0}
+    return {"written": written[512], "fused": fused[512]} | growth
+
+
 EXPECTED = {
     "003-1.2": unit_keys,
     "003-1.2b": lambda: {"attention": 81, "all": 81, "convolution": 9 * 3 - 2},
@@ -244,6 +269,10 @@ EXPECTED = {
     "003-3.1b": ranks,
     "003-3.1c": lambda: {"difference": 0.0, "steps": 9},
     "003-3.1d": parameters_of_the_transformer,
+    "003-3.1e": best_sources,
+    "003-3.1f": lambda: {"layers": 12 + 12, "attending": 24, "recurrent": 0},
+    "003-4.3e": growth_by_length,
+    "003-4.3f": kept_numbers,
     "003-3.2": gradients,
     "003-4.1": table_of_layers,
     "003-4.1b": reversed_gru,
@@ -279,6 +308,10 @@ CHANGES = {
     "003-3.1b": {"decoder_steps": 1},
     "003-3.1c": {"pattern": "full()"},
     "003-3.1d": {"feed_forward": False},
+    "003-3.1e": {"uniform": True},
+    "003-3.1f": {"models": [resize_model(make_task("dates"), {"network": "gru-dot"})]},
+    "003-4.3e": {"model": 1},
+    "003-4.3f": {"fused": False},
     "003-3.2": {"update_bias": 20.0},
     "003-4.1": {"tokens": 256},
     "003-4.1b": {"rescale": False},

@@ -121,21 +121,11 @@ def gradient_norms(name: str) -> np.ndarray:
     return norms
 
 
-def longest_chain(output: Tensor) -> int:
-    """Steps from an output to the furthest beginning of its graph: all nodes at a distance, one distance at a time."""
-    assert output.grad_fn is not None
-    count, nodes = 0, {output.grad_fn}
-    while nodes:
-        nodes = {node for above in nodes for node, _ in above.next_functions if node is not None}
-        count += 1
-    return count
-
-
 def chain_of(name: str, x_TD: Tensor) -> int:
     module = make_module(name)
     if name == "attention":
-        return longest_chain(module(x_TD[None])[0])
-    return longest_chain(module(x_TD.T[None])[0].T if name == "convolution" else module(x_TD)[0])
+        return learn.longest_chain(module(x_TD[None])[0])
+    return learn.longest_chain(module(x_TD.T[None])[0].T if name == "convolution" else module(x_TD)[0])
 
 
 def flops(name: str, n: int, d: int = 64) -> int:

@@ -131,6 +131,7 @@ EXPECTED = {
         "scores_1": 512**2,
         "scores_32": 32 * 512**2,
     },
+    "003-7.5c": lambda: {"h1": 50, "h8": 50, "many": 8, "heads": 64, "width": 8},
     "003-8.3": pattern_shares,
     "003-8.3b": lambda: {"pairs": 18, "far": 0.0, "difference": 0.0},
 }
@@ -147,6 +148,7 @@ CHANGES = {
     "003-7.4": {"positions": True},
     "003-7.5": {"model": 12},
     "003-7.5b": {"width": 64},
+    "003-7.5c": {"heads": 8},
     "003-8.3": {"window": 4095},
     "003-8.3b": {"complete": True},
 }

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import headwise as hw
 from headwise.head_analysis.random_baseline import make_random_baseline
 from headwise.learn.multi_head_analysis import STORED_HEADS
 from headwise.learn.sampled_tensors import make_layer, sample
+from headwise.nn.attention import Attention
 from headwise.viewer import bundled_sample
 from support import learn_entries as learn
 from support.learn_entries import array, attention, entropy, layer_parts, softmax
@@ -184,6 +186,46 @@ def noisy_heads() -> dict:
     return numbers
 
 
+def chains() -> dict:
+    """A step of a GRU adds ten operations to the longest chain (test_measured_layers); attention does not grow."""
+    with torch.random.fork_rng(devices=[]):
+        output = Attention(hw.design(model=16, heads=2), backend="dense")(torch.ones(1, 5, 16))[0]
+        first = torch.nn.GRU(16, 16)(torch.ones(1, 16))[0]
+    attention, step = (learn.longest_chain(each) for each in (output, first))
+    return {"layer_32": attention, "layer_64": attention, "gru_32": step + 310, "gru_64": step + 630}
+
+
+def roles() -> dict:
+    first = [head["classes"][0]["name"] if head["classes"] else "unclear" for head in SAMPLE["heads"]]
+    named = [name for name in first if name != "unclear"]
+    return {"named": len(named), "heads": 54, "kinds": len(set(named))}
+
+
+def far_keys() -> dict:
+    with np.errstate(under="ignore"):
+        single = float(np.exp(np.float32(-200)))
+    return {"single_50": pytest.approx(math.exp(-50), rel=1e-4), "single_200": single, "double_200": math.exp(-200)}
+
+
+def own_tokens() -> dict:
+    measures = [head["measures"]["self"] for head in SAMPLE["heads"] if head["kind"] == "attention"]
+    modest = [one for one in measures if one["value"] / one["chance"] <= 2]
+    return {"modest": len(modest), "heads": len(measures), "most": max(one["value"] for one in measures)}
+
+
+def ratios_of_weights() -> dict:
+    """The log-ratio is q.(k_0 - k_1) / sqrt(d); the first layer, with its residual connection, changed all states."""
+    first, second = (make_layer(hw.design(model=12, heads=1), seed=seed) for seed in (1, 2))
+    x = array(sample(1, 5, 12))
+    other, ratios = x.copy(), []
+    other[3] = array(sample(2, 12))
+    for rows in (x, other):
+        states = rows + learn.layer_output(first, rows, 1)
+        q, k = (states @ array(second.state_dict()[f"project.{side}"]).T for side in "qk")
+        ratios.append(float(q[2] @ (k[0] - k[1]) / math.sqrt(12)))
+    return {"first": 0.0, "second": abs(ratios[0] - ratios[1])}
+
+
 SIZES = "queries and keys need equal channels, keys and values equal other sizes"
 # Width and heads as printed: 1706.03762, GPT-2, GPT-3, BERT, LLaMA, Llama 3, DeepSeek-V3, gpt-oss, ViT.
 PUBLISHED = [(512, 8), (1024, 16), (768, 12), (12288, 96), (768, 12), (8192, 64), (4096, 32), (7168, 128)]
@@ -199,6 +241,12 @@ def published_heads() -> dict:
 
 EXPECTED = {
     "002-0b": lambda: {"difference": 0.0, "steps": 9},
+    "002-0c": lambda: {"difference": 0.0, "edges": 5 * 5},
+    "002-0d": chains,
+    "002-2.1j": roles,
+    "002-2.2e": far_keys,
+    "002-2.6m": own_tokens,
+    "002-2.6n": ratios_of_weights,
     "002-0": lambda: {"channels": 12, "width": 12, "per_head": 3},
     "002-1.1": diagonals,
     "002-1.3": lambda: {"changed": 1},
@@ -236,6 +284,12 @@ EXPECTED = {
     "002-2.7b": noisy_heads,
 }
 CHANGES = {
+    "002-0c": {"missing": 1},
+    "002-0d": {"layer": "GRU"},
+    "002-2.1j": {"roles": ["alignment"]},
+    "002-2.2e": {"alpha": 2},
+    "002-2.6m": {"times": 0.5},
+    "002-2.6n": {"layers": 1},
     "002-0": {"cut": True},
     "002-0b": {"pattern": "full()"},
     "002-1.1": {"tied": True},

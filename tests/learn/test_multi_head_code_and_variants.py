@@ -44,6 +44,16 @@ def hidden_row() -> dict:
     return {"visible": 0.0, "hidden": float(np.abs(output @ mean).max())}
 
 
+def gates_of_two_stages() -> dict:
+    spec = hw.design(model=32, heads=8, modifiers=(hw.Routed(always=2, active=3),))
+    state, x = {name: array(w) for name, w in make_layer(spec).state_dict().items()}, array(sample(1, 9, 32))
+    sums = []
+    for row in x:
+        kinds = 2 * softmax(state["routed.kind"] @ row)
+        sums.append(2 * kinds[0] + 3 * kinds[1])  # the two shared gates sum to 2, the three chosen ones to 3
+    return {"difference": 0.0, "sum": float(np.mean(sums))}
+
+
 def composed_cost() -> dict:
     """On scores and weights, for queries and for keys: 4 h hidden channels, two maps of 2 h x 4 h, and h gates."""
     d, h = 2560, 32
@@ -70,6 +80,12 @@ def balance() -> dict:
 TALKING = '{part = "TalkingHeads", on = "scores"}'
 REFUSED = "mask [2, 5, 12] does not broadcast to [2, 3, 5, 5]; give it one of these sizes, or 1"
 EXPECTED = {
+    "002-3.3e": lambda: {"encoder": 1, "decoder": 2, "all": 6 + 12},
+    "002-4.1c": lambda: {
+        "within": float(np.abs(array(make_layer(hw.design(model=12, heads=3)).state_dict()["output.o"])).max()),
+        "between": 0.0,
+    },
+    "002-4.2d": gates_of_two_stages,
     "002-3.1": hidden_row,
     "002-3.2": lambda: {"found": 6, "claimed": 6, "operations": len(hw.walk(hw.design(model=512, heads=8)).steps)},
     "002-3.2b": lambda: {"difference": 0.0},
@@ -111,6 +127,9 @@ CHANGES = {
     "002-3.3b": {"pattern": "full()"},
     "002-3.3c": {"cut": True},
     "002-3.3d": {"role": "attention"},
+    "002-3.3e": {"model": "gpt2"},
+    "002-4.1c": {"step": "attention"},
+    "002-4.2d": {"stages": 1},
     "002-4.1b": {"modifiers": TALKING},
     "002-4.2c": {"collapsed": False},
     "002-4.3f": {"with_output": False},

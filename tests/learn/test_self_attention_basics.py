@@ -85,6 +85,22 @@ def cat_and_dog() -> dict:
     return {"change": float(np.abs(weights[0] - weights[1]).max()), "row_sum": 1.0}
 
 
+def similarities() -> dict:
+    layer = make_layer(hw.design(model=12, heads=3, similarity=hw.Additive()))
+    state, x = {name: array(value) for name, value in layer.state_dict().items()}, array(sample(1, 5, 12))
+    q, k = ((x @ state[f"project.{side}"].T).reshape(5, 3, 4).swapaxes(0, 1) for side in "qk")
+    hidden = np.tanh(q[:, :, None] + k[:, None] + state["similarity.bias"][:, None, None])
+    additive = softmax(np.einsum("htsk,hk->hts", hidden, state["similarity.v"]))
+    change = np.abs(additive - softmax(q @ k.swapaxes(1, 2) / 2)).max()
+    return {"change": float(change), "shape": "5 x 7"}
+
+
+def nonlinearity() -> dict:
+    layer, (x, z) = make_layer(hw.design(model=16, heads=2)), (array(sample(seed, 7, 16)) for seed in (1, 2))
+    whole, one, other = (learn.layer_output(layer, rows, 2) for rows in (2 * x + 3 * z, x, z))
+    return {"learned": 0.0, "attention": float(np.abs(whole - 2 * one - 3 * other).max())}
+
+
 TOO_LONG = "Learned(length=7) knows no position 8, its last one is 6; give it a length of 9, or give shorter input"
 EXPECTED = {
     "000-0": lambda: {
@@ -105,6 +121,8 @@ EXPECTED = {
     "000-1.2": lambda: {"shortest": 3, "longest": 3000, "growth": 4.0},
     "000-1.2.1": lambda: {"table": 8 * 64**2, "projections": 2 * D * D, "equal": 256.0, "tokens": 64},
     "000-1.2.1b": lambda: {"change": 0.0, "message": TOO_LONG},
+    "000-1i": similarities,
+    "000-1.2.1c": nonlinearity,
     "000-1.2.2": biases,
     "000-1.2.2b": lambda: {"difference": 0.0},
     "000-1.2.2c": weights_by_content,
@@ -125,6 +143,8 @@ CHANGES = {
     "000-1.2": {"pattern": "window(64)"},
     "000-1.2.1": {"tokens": 1024},
     "000-1.2.1b": {"kind": "dense"},
+    "000-1i": {"similarity": "Dot"},
+    "000-1.2.1c": {"kind": "dense"},
     "000-1.2.2": {"normaliser": "SinkSoftmax"},
     "000-1.2.2b": {"qkv_bias": False},
     "000-1.2.2c": {"learned": True},

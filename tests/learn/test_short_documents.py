@@ -10,6 +10,7 @@ import torch
 
 import headwise as hw
 from headwise.learn.sampled_tensors import make_layer, sample
+from headwise.viewer.bundled_sample import load_sample_trace
 from support import learn_entries as learn
 from support.learn_entries import array, entropy, layer_output, layer_parts, softmax
 
@@ -65,6 +66,26 @@ def noisy_heads() -> dict:
         before, after = (rows.reshape(4, 9, -1) @ weight.T for rows in (o, changed))
         numbers[name] = float(np.linalg.norm(after - before) / np.linalg.norm(before))
     return numbers
+
+
+def largest_singular_values() -> dict:
+    numbers = {}
+    for factor in (1, 100, 10_000):
+        p = softmax(scores_of(64) * factor)
+        jacobian = np.eye(16) * p[:, None] - p[:, :, None] * p[:, None]
+        numbers[f"largest_{factor}"] = float(np.linalg.norm(jacobian, 2, axis=(1, 2)).max())
+    assert max(numbers.values()) <= 0.5
+    return numbers
+
+
+def distances() -> dict:
+    trace = load_sample_trace()
+    means = []
+    for head in range(6):
+        weights = np.asarray(trace.head_weights("encoder.2.attention", head), dtype=float)
+        means.append(sum(w * abs(t - s) for t, row in enumerate(weights) for s, w in enumerate(row)) / len(weights))
+    n = len(weights)
+    return {"near": min(means), "far": max(means), "heads": 6, "tokens": n, "chance": (n * n - 1) / (3 * n)}
 
 
 def kernel(width: float, query: float = 57.0) -> float:
@@ -123,6 +144,8 @@ EXPECTED = {
     "001-2c": lambda: dict.fromkeys(("h1", "h8", "h32"), 4 * 512**2),
     "001-3": diversity,
     "001-3b": noisy_heads,
+    "001-3e": distances,
+    "001-4e": largest_singular_values,
     "001-3d": lambda: {"change": 0.0},
     "001-3c": lambda: dict.fromkeys(("h1", "h16"), 4 * 512**2),
     "001-4": saturation,
@@ -156,6 +179,8 @@ CHANGES = {
     "001-2c": {"width": 64},
     "001-3": {"tied": True},
     "001-3b": {"fixed": True},
+    "001-3e": {"uniform": True},
+    "001-4e": {"normalised": False},
     "001-3c": {"width": 64},
     "001-3d": {"modifiers": '{part = "TalkingHeads", on = "scores"}'},
     "001-4": {"spread": 1024**-0.25},

@@ -113,6 +113,16 @@ def derivative(function: Callable[[np.ndarray], np.ndarray], x: np.ndarray, step
     return np.stack(columns, 1)
 
 
+def longest_chain(output: torch.Tensor) -> int:
+    """Steps from an output to the furthest beginning of its graph: all nodes at a distance, one distance at a time."""
+    assert output.grad_fn is not None
+    count, nodes = 0, {output.grad_fn}
+    while nodes:
+        nodes = {node for above in nodes for node, _ in above.next_functions if node is not None}
+        count += 1
+    return count
+
+
 def divergence(one: np.ndarray, other: np.ndarray) -> float:
     """Jensen-Shannon divergence as the mean of two relative entropies."""
     middle = (one + other) / 2

@@ -339,3 +339,38 @@ def relative_positions(*, absolute: bool = False) -> Outcome:
         outputs.append(layer(x + sinusoidal_table(positions, 16) if absolute else x, sequence=tokens).detach())
     change = largest_difference(*outputs)
     return judge(change < 1e-12, change=change)
+
+
+def order_of_attention(*, model: int = 512) -> Outcome:
+    """Growth of the FLOPs of self-attention when the length doubles from 64, and from 65,536, at this width."""
+    growth = {}
+    for tokens in (64, 65536):
+        flops = [
+            ComplexityTable.from_sizes(LayerSizes(length, model, heads=1)).layers[0].flops
+            for length in (tokens, 2 * tokens)
+        ]
+        growth[f"from_{tokens}"] = flops[1] / flops[0]
+    return judge_condition(growth["from_65536"] > 3.8, growth["from_64"] > 3.8, **growth, model=model)
+
+
+def saved_for_backward(*, fused: bool = True) -> Outcome:
+    """Numbers that autograd keeps of attention of one head of 16 channels: written out, and by one fused call."""
+    numbers: dict[str, float] = {}
+    for name, is_fused in (("written", False), ("fused", fused)):
+        kept = [_numbers_kept(tokens, is_fused) for tokens in (256, 512)]
+        numbers |= {name: kept[1], f"{name}_growth": kept[1] / kept[0]}
+    return judge(numbers["fused_growth"] < 2.1 < numbers["written_growth"], **numbers)
+
+
+def _numbers_kept(tokens: int, fused: bool) -> int:
+    q, k, v = (sample(seed, 1, 1, tokens, 16).float().requires_grad_() for seed in (1, 2, 3))
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = F.scaled_dot_product_attention(q, k, v) if fused else (q @ k.mT / 4).softmax(-1) @ v
+    assert y.requires_grad
+    return sum(kept.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from .. import costs
 from ..costs.flops import parameter_terms
 from ..families import read_model_spec
+from ..model_spec import ModelSpec
 from ..nn.tensor_attention import attend
 from ..presets import design, from_toml
+from ..viewer.bundled_sample import load_sample_trace
 from .entry import Outcome, judge, judge_condition
 from .matrix_figures import draw_matrices
 from .parameters_and_scaling import gradient_of_softmax, score_variance
@@ -205,3 +208,29 @@ def only_attention(*, feed_forward: bool = True) -> Outcome:
     attention = sum(term.value for term in layers if ".attention." in term.name or ".cross." in term.name) / total
     recurrent = sum(spec.is_recurrent for _, spec in model.attention_specs())
     return judge_condition(recurrent == 0, feed == 0, feed=feed, attention=attention, recurrent=recurrent)
+
+
+def sources_by_step(*, uniform: bool = False) -> Outcome:
+    """Source tokens with the largest weight over the steps of the bundled translator's decoder, in each cross head.
+
+    With `uniform` weights, every step attends to all of them alike.
+    """
+    trace, counts = load_sample_trace(), []
+    for layer in trace.layers:
+        for head in range(layer.heads) if layer.name.endswith("cross") else ():
+            weights = torch.as_tensor(trace.head_weights(layer.name, head))
+            rows = torch.full_like(weights, 1 / weights.shape[1]) if uniform else weights
+            counts.append(len(set(rows.argmax(-1).tolist())))
+            steps, source = weights.shape
+    fewest, most, mean = min(counts), max(counts), sum(counts) / len(counts)
+    return judge(fewest > 1, fewest=fewest, most=most, mean=mean, steps=steps, source=source, heads=len(counts))
+
+
+def pretrained_models(*, models: Sequence[ModelSpec] | None = None) -> Outcome:
+    """Layers of BERT (base) and GPT-2 with attention, those with a recurrence, and the sides that a token sees."""
+    specs = [read_model_spec(name) for name in ("bert-base", "gpt2")] if models is None else models
+    layers = [block for spec in specs for stack in spec.stacks for block in stack.layers]
+    attending = sum(block.attention is not None for block in layers)
+    recurrent = sum(block.mixer is not None for block in layers)
+    numbers = {"layers": len(layers), "attending": attending, "recurrent": recurrent}
+    return judge(attending == len(layers) and not recurrent, **numbers)

@@ -191,3 +191,42 @@ def value_output_circuit(*, with_output: bool = True) -> Outcome:
     circuit = state["project.v"][:12].T @ state["output.o"][:, :12].T if with_output else state["project.v"][:12].T
     difference = largest_difference(probe.tensors["weights"][0, 0].detach() @ x[0] @ circuit, written)
     return judge(difference < 1e-12, difference=difference)
+
+
+def exchange_within_a_token(*, step: str = "output") -> Outcome:
+    """Derivative of the output at a token by the heads' outputs at that token, and at others; for all of W_O.
+
+    With `step` "attention", it is that of the whole layer by its inputs.
+    """
+    layer, x = make_layer(design(model=12, heads=3)), sample(1, 1, 4, 12)
+    if step == "output":
+        function, start = layer.merge_heads, layer.head_outputs(x).detach()
+    else:
+        function, start = layer, x
+    slopes = torch.func.jacrev(lambda each: function(each))(start).detach()  # [1, T, D, 1, T, ...]
+    sizes = slopes.squeeze(3).squeeze(0).movedim(2, 1).flatten(2).abs().amax(-1)
+    same = torch.eye(4, dtype=torch.bool)
+    within, between = float(sizes[same].max()), float(sizes[~same].max())
+    return judge(between < 1e-12 < within, within=within, between=between)
+
+
+def two_stage_routing(*, stages: int = 2) -> Outcome:
+    """Gates of MoH written out, against the layer: the score of the head, and that of its kind, shared or routed.
+
+    With one of the `stages`, the score of the kind is left out.
+    """
+    text = 'modifiers = [{part = "Routed", always = 2, active = 3}]'
+    layer, plain = (
+        make_layer(from_toml(f"model = 32\nheads = {{q = 8, dim = 4}}\n{text}")),
+        make_layer(design(model=32, heads=8)),
+    )
+    state, x = layer.state_dict(), sample(1, 1, 9, 32)
+    plain.load_state_dict({name: state[name] for name in plain.state_dict()})
+    plain.requires_grad_(False)
+    shared, routed, kind = ((x @ state[f"routed.{name}"].T).softmax(-1) for name in ("shared", "router", "kind"))
+    chosen = routed >= routed.sort(-1, descending=True).values[..., 2:3]
+    routed = 3 * routed * chosen / (routed * chosen).sum(-1, keepdim=True)
+    kind = 2 * kind if stages == 2 else torch.ones_like(kind)
+    gates = torch.cat([2 * shared * kind[..., :1], routed * kind[..., 1:]], -1)
+    difference = largest_difference(gates[..., None] * plain.head_outputs(x), layer.head_outputs(x).detach())
+    return judge(difference < 1e-12, difference=difference, sum=float(gates.detach().sum(-1).mean()))

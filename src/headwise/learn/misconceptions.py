@@ -289,3 +289,12 @@ def long_patterns(*, window: int = 513) -> Outcome:
         ]
         shares[name] = flops[0] / flops[1]
     return judge(max(shares.values()) < 0.25, **shares)
+
+
+def width_for_each_head(*, heads: int = 64) -> Outcome:
+    """Rank of the scores of one head over 50 tokens of width 512, for 1 head, 8 heads and `heads`."""
+    x, numbers = sample(1, 50, 512), {}
+    for name, count in (("h1", 1), ("h8", 8), ("many", heads)):
+        w_q, w_k = (sample(seed, 512, 512 // count) for seed in (2, 3))
+        numbers[name] = int(torch.linalg.matrix_rank((x @ w_q) @ (x @ w_k).T, rtol=1e-9))
+    return judge(numbers["many"] < numbers["h8"], **numbers, heads=heads, width=512 // heads)

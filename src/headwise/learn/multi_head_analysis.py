@@ -16,6 +16,7 @@ from ..costs.roofline import Device
 from ..families import read_model_spec
 from ..families.published_models import PUBLISHED_MODELS
 from ..head_analysis.rank_analysis import measure_qk_spectra
+from ..interfaces.core_types import Probe
 from ..nn import head_axis_ops
 from ..nn.attention import Attention
 from ..presets import design, from_toml
@@ -301,3 +302,29 @@ def cost_by_width(*, with_model: bool = False) -> Outcome:
         projections = 2 * 2048 * costs.count_parameters(spec)
         flops.append(projections if with_model else costs.required_flops(spec, work) - projections)
     return judge(abs(flops[1] / flops[0] - 4) < 0.1, narrow=flops[0], wide=flops[1], growth=flops[1] / flops[0])
+
+
+def weight_on_oneself(*, times: float = 2.0) -> Outcome:
+    """Self-attention heads of the translator whose weight on the token itself is at most `times` that of chance."""
+    heads = [head.measures["self"] for head in load_sample_table().heads if head.kind == "attention"]
+    modest = sum(measure.value <= times * measure.chance for measure in heads)
+    return judge(modest < len(heads) / 2, modest=modest, heads=len(heads), most=max(m.value for m in heads))
+
+
+def third_tokens(*, layers: int = 2) -> Outcome:
+    """Change of log(weight of key 0 / weight of key 1) when token 3 changes, in the first and in the last layer."""
+    first, second = (make_layer(design(model=12, heads=1), seed=seed) for seed in (1, 2))
+    x, changes = sample(1, 1, 5, 12), []
+    other = x.clone()
+    other[:, 3] = sample(2, 12)
+    for layer, inputs in ((first, (x, other)), (second, (x, other))):
+        if layer is second and layers == 2:
+            inputs = tuple(each + first(each).detach() for each in inputs)
+        ratios = []
+        for each in inputs:
+            probe = Probe("weights")
+            layer(each, probe=probe)
+            row = probe.tensors["weights"].detach()[0, 0, 2]
+            ratios.append((row[0] / row[1]).log())
+        changes.append(float((ratios[0] - ratios[1]).abs()))
+    return judge(changes[0] < 1e-9 < changes[1], first=changes[0], second=changes[1])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..families import read_model_spec
 from ..nn.multihead_attention import MultiHeadAttention
 from ..nn.op_trace import walk
 from ..presets import design
@@ -242,3 +243,11 @@ def cross_heads_align(*, role: str = "cross") -> Outcome:
     best = max(scores, key=lambda score: score.value) if scores else None
     numbers = {"best": best.value, "chance": best.chance} if best else {"best": 0.0, "chance": 0.0}
     return judge(len(aligned) > len(heads) / 2, aligned=len(aligned), heads=len(heads), **numbers)
+
+
+def places_of_attention(*, model: str = "transformer-base") -> Outcome:
+    """Attention sublayers in a layer of the first and of the last stack of a model, and in the whole model."""
+    spec = read_model_spec(model)
+    counts = [[sum(each is not None for each in (b.attention, b.cross)) for b in stack.layers] for stack in spec.stacks]
+    encoder, decoder = counts[0][0], counts[-1][0]
+    return judge((encoder, decoder) == (1, 2), encoder=encoder, decoder=decoder, all=sum(map(sum, counts)))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import costs
+from ..costs.layer_reach import LAYERS, WIDTH, longest_chain
+from ..nn.tensor_attention import attend
 from ..presets import design
-from ..viewer.bundled_sample import load_sample_trace
+from ..viewer.bundled_sample import load_sample_table, load_sample_trace
 from .attention_mechanism import parallel_equals_sequential
 from .entry import Outcome, judge, judge_condition
 from .misconceptions import not_an_ensemble
@@ -194,3 +197,47 @@ def sparsity_and_rank(*, scale: float = 1.0) -> Outcome:
     scores = sample(1, 50, 8) @ sample(2, 8, 50) * scale
     ranks = [int(torch.linalg.matrix_rank(matrix)) for matrix in (scores, scores.softmax(-1))]
     return judge(ranks[1] <= 8, scores=ranks[0], weights=ranks[1], width=8)
+
+
+def messages_over_edges(*, missing: int = 0) -> Outcome:
+    """Attention as messages: each edge sends exp(score) v and exp(score), and each receiver divides the two sums.
+
+    `missing` edges are left out.
+    """
+    q, k, v = sample(1, 5, 4), sample(2, 5, 4), sample(3, 5, 3)
+    edges = [(sender, receiver) for sender in range(5) for receiver in range(5)][missing:]
+    sums, totals = torch.zeros_like(v), torch.zeros(5, dtype=v.dtype)
+    for sender, receiver in edges:
+        weight = torch.exp(q[receiver] @ k[sender] / 2)
+        sums[receiver] += weight * v[sender]
+        totals[receiver] += weight
+    difference = largest_difference(sums / totals[:, None], attend(q, k, v)[0])
+    return judge(difference < 1e-12, difference=difference, edges=len(edges))
+
+
+def shallow_and_wide(*, layer: str = "attention") -> Outcome:
+    """Longest chain of dependent operations of a layer at 32 and at 64 tokens, beside that of a GRU."""
+    chains: dict[str, int] = {}
+    for name, kind in (("layer", layer), ("gru", "GRU")):
+        with torch.random.fork_rng(devices=[]):
+            module = LAYERS[kind]().double()
+        chains |= {f"{name}_{tokens}": longest_chain(module(sample(1, tokens, WIDTH))) for tokens in (32, 64)}
+    return judge(chains["layer_32"] == chains["layer_64"], **chains)
+
+
+def heads_get_roles(*, roles: Sequence[str] | None = None) -> Outcome:
+    """Heads of the bundled translator whose first class is a role, and those without; `roles` are all unless given."""
+    first = [head.classes[0].name if head.classes else "unclear" for head in load_sample_table().heads]
+    named = [name for name in first if name != "unclear" and (roles is None or name in roles)]
+    return judge(len(named) > len(first) / 2, named=len(named), heads=len(first), kinds=len(set(named)))
+
+
+def softmax_is_never_zero(*, alpha: int = 1) -> Outcome:
+    """Weight of a key whose score is lower by 50 and by 200, in float32 and in float64; `alpha` 2 is sparsemax."""
+    numbers = {}
+    for name, dtype in (("single", torch.float32), ("double", torch.float64)):
+        for gap in (50, 200):
+            scores = torch.tensor([0.0, -gap], dtype=dtype)
+            weight = scores.softmax(-1)[1] if alpha == 1 else ((1 + scores[1]) / 2).clamp(min=0)
+            numbers[f"{name}_{gap}"] = float(weight)
+    return judge_condition(numbers["single_50"] > 0, numbers["single_200"] > 0, **numbers)

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import costs
 from ..nn.tensor_attention import attend
 from ..presets import design, from_toml
+from ..viewer.bundled_sample import load_sample_trace
 from .entry import Outcome, judge, judge_condition
 from .sampled_tensors import largest_difference, make_layer, sample
 
@@ -204,3 +205,36 @@ def robust_to_corrupted_heads(*, heads: int = 8, corrupted: float = 0.25, fixed:
         numbers[f"h{count}"] = float((after - before).norm().detach() / before.norm().detach())
     first, last = numbers["h4"], numbers[f"h{heads}"]
     return judge(last < 0.8 * first, few=first, many=last)
+
+
+def largest_gradient(*, normalised: bool = True) -> Outcome:
+    """Largest singular value of the Jacobian of softmax, for scores of d_k = 64 and 100 and 10,000 times as large.
+
+    Without `normalised`, exponentials are not divided by their sum.
+    """
+    numbers: dict[str, float] = {}
+    for factor in (1, 100, 10_000):
+        scores = sample_scores(64) * factor
+        p = scores.softmax(-1) if normalised else scores.exp()
+        jacobian = torch.diag_embed(p) - (p[:, :, None] * p[:, None] if normalised else 0.0)
+        numbers[f"largest_{factor}"] = (
+            float(torch.linalg.eigvalsh(jacobian)[:, -1].max()) if normalised else float(p.max())
+        )
+    return judge(max(numbers.values()) > 1, **numbers)
+
+
+def near_and_far_heads(*, uniform: bool = False) -> Outcome:
+    """Mean distance that the heads of the translator's last encoder layer attend over, the least and the most.
+
+    `uniform` replaces the weights.
+    """
+    trace, site = load_sample_trace(), "encoder.2.attention"
+    distances = []
+    for head in range(trace.get_layer(site).heads):
+        weights = torch.as_tensor(trace.head_weights(site, head)).double()
+        places = torch.arange(len(weights))
+        apart = (places[:, None] - places).abs().double()
+        weights = torch.full_like(weights, 1 / len(weights)) if uniform else weights
+        distances.append(float((weights * apart).sum(-1).mean()))
+    numbers = {"near": min(distances), "far": max(distances), "chance": float(apart.mean())}
+    return judge(numbers["far"] > 1.5 * numbers["near"], **numbers, heads=len(distances), tokens=len(places))

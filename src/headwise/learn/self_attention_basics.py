@@ -277,3 +277,28 @@ def two_sentences(*, learned: bool = False) -> Outcome:
     named = [(f"head {head}", layers[0][head].tolist()) for head in range(2)]
     outcome = judge(change > 1e-6, change=change, row_sum=float(layers[0].sum(-1).mean()))
     return Outcome(outcome.verdict, outcome.numbers, draw_heads(named, words, words))
+
+
+def names_of_attention(*, similarity: str = "Additive") -> Outcome:
+    """Change of the weights of self-attention under another similarity, and the shape of dot products with a source."""
+    text = f'model = 12\nheads = {{q = 3, dim = 4}}\nsimilarity = {{part = "{similarity}"}}'
+    layer, plain = make_layer(from_toml(text)), make_layer(design(model=12, heads=3))
+    plain.load_state_dict({name: layer.state_dict()[name] for name in plain.state_dict()})
+    x, probe = sample(1, 1, 5, 12), Probe("weights")
+    change = largest_difference(_weights_of(layer, x), _weights_of(plain, x))
+    plain(x, source=sample(2, 1, 7, 12), probe=probe)
+    return judge(change < 1e-12, change=change, shape=" x ".join(map(str, probe.tensors["weights"].shape[2:])))
+
+
+def learned_weights_are_linear(*, kind: str = "random") -> Outcome:
+    """Error of f(2 x + 3 z) = 2 f(x) + 3 f(z) for a layer with learned weights, and for attention."""
+    layers = {
+        "learned": make_layer(from_toml(LEARNED.format(f'length = 7, kind = "{kind}"'))),
+        "attention": make_layer(design(model=16, heads=2)),
+    }
+    x, z = sample(1, 1, 7, 16), sample(2, 1, 7, 16)
+    errors = {
+        name: largest_difference(layer(2 * x + 3 * z).detach(), (2 * layer(x) + 3 * layer(z)).detach())
+        for name, layer in layers.items()
+    }
+    return judge(errors["learned"] < 1e-12, **errors)
