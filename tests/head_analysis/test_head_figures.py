@@ -141,9 +141,20 @@ def draw_figure(name: str, theme_name: str = "light") -> Figure:
 @pytest.fixture(scope="module")
 def square_font(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A font with the name of a common one, whose every Chinese character is a square."""
+    from matplotlib.font_manager import fontManager
+
+    path = tmp_path_factory.mktemp("font") / "square.ttf"
+    name = write_square_font(path)
+    installed = list(fontManager.ttflist)
+    fontManager.addfont(path)
+    yield name
+    fontManager.ttflist[:] = installed
+    fontManager._findfont_cached.cache_clear()
+
+
+def write_square_font(path: Path) -> str:
     from fontTools.fontBuilder import FontBuilder
     from fontTools.pens.ttGlyphPen import TTGlyphPen
-    from matplotlib.font_manager import fontManager
 
     name, pen = head_figures.FALLBACK_FONTS[0], TTGlyphPen(None)
     pen.moveTo((50, 0))
@@ -160,13 +171,25 @@ def square_font(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     font.setupNameTable({"familyName": name, "styleName": "Regular"})
     font.setupOS2(sTypoAscender=880, sTypoDescender=-120)
     font.setupPost()
-    path = tmp_path_factory.mktemp("font") / "square.ttf"
     font.save(path)
-    installed = list(fontManager.ttflist)
-    fontManager.addfont(path)
-    yield name
-    fontManager.ttflist[:] = installed
-    fontManager._findfont_cached.cache_clear()
+    return name
+
+
+def test_a_font_that_was_installed_after_matplotlib_made_its_list_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from matplotlib import font_manager
+
+    older = [font for font in font_manager.fontManager.ttflist if font.name not in head_figures.FALLBACK_FONTS]
+    name = write_square_font(tmp_path / "square.ttf")
+    (tmp_path / "broken.ttf").write_bytes(b"no font")
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", older)
+    monkeypatch.setattr(head_figures, "_known_files", set())
+    files = [str(tmp_path / "broken.ttf"), str(tmp_path / "square.ttf")]
+    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: files)
+    assert head_figures.list_fonts() == [head_figures.DEFAULT_FONT, name]
+    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: pytest.fail("it looks for fonts again"))
+    assert head_figures.find_undrawable("字") == []
 
 
 @pytest.fixture

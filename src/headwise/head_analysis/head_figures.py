@@ -7,7 +7,7 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,10 +113,22 @@ def class_style(name: str, theme: FigureTheme) -> tuple[str, str]:
     return letter, colour or theme.empty_cell
 
 
-def list_fonts() -> list[str]:
-    """Names of matplotlib's own font and of the installed fallback fonts."""
-    from matplotlib.font_manager import fontManager
+_known_files: set[str] = set()  # font files of matplotlib's list, once this process has looked for others
 
+
+def list_fonts() -> list[str]:
+    """Names of matplotlib's own font and of the installed fallback fonts.
+
+    Matplotlib keeps its list of fonts in a file and does not look for new ones; without a fallback font, files that
+    were installed later are added here, once in a process.
+    """
+    from matplotlib.font_manager import findSystemFonts, fontManager
+
+    if not _known_files and not any(font.name in FALLBACK_FONTS for font in fontManager.ttflist):
+        _known_files.update(font.fname for font in fontManager.ttflist)
+        for path in sorted({*findSystemFonts()} - _known_files):
+            with suppress(OSError, RuntimeError):  # no font that matplotlib can read
+                fontManager.addfont(path)
     installed = {font.name for font in fontManager.ttflist}
     return [DEFAULT_FONT, *(name for name in FALLBACK_FONTS if name in installed)]
 
