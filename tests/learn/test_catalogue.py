@@ -9,7 +9,7 @@ import pytest
 
 from headwise.learn import catalogue
 from headwise.learn.entry import Text, Verdict
-from headwise.learn.entry_text import MARKS, Words, wrap_page
+from headwise.learn.entry_text import MARKS, Words, plain_formula, wrap_page
 from headwise.translation.terminal_text import align_table, text_width
 
 ENTRIES = catalogue.load_entries()
@@ -100,6 +100,22 @@ def test_lines_fit_the_terminal():
         lines = wrap_page(text, indent="    ")
         assert "".join(lines).replace(" ", "") == text.replace(" ", "")
         assert max(map(text_width, lines)) <= 82  # closing marks may stand beyond the margin
+
+
+@pytest.mark.parametrize(
+    ("quote", "text"),
+    [
+        (r"\text{softmax}\left(\frac{QK^T}{\sqrt{d_k}}\right)V", "softmax(QK^T / √d_k)V"),
+        (r"\sum_{j=1}^n (|q - k_j|)", "Σ_(j=1)^n (|q - k_j|)"),
+        (r"PE_{(pos, 2i)} = \sin(pos/10000^{2i/d_{\text{model}}})", "PE_(pos, 2i) = sin(pos/10000^(2i/d_model))"),
+    ],
+)
+def test_formulas_are_plain_text(quote: str, text: str):
+    assert plain_formula(quote) == text
+
+
+def test_no_quote_keeps_a_command_of_latex():
+    assert [entry.id for entry in ENTRIES if re.search(r"[\\{}]", plain_formula(entry.quote_zh))] == []
 
 
 def test_tables_are_aligned_by_width():

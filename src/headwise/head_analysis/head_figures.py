@@ -119,8 +119,7 @@ _known_files: set[str] = set()  # font files of matplotlib's list, once this pro
 def list_fonts() -> list[str]:
     """Names of matplotlib's own font and of the installed fallback fonts.
 
-    Matplotlib keeps its list of fonts in a file and does not look for new ones; without a fallback font, files that
-    were installed later are added here, once in a process.
+    Matplotlib keeps its list in a file; without a fallback font, files installed later are added, once in a process.
     """
     from matplotlib.font_manager import findSystemFonts, fontManager
 

@@ -16,7 +16,7 @@ from ..output_paths import FolderKind
 from ..translation.language import LANGUAGES, SAMPLE, use_language
 from .catalogue import Document
 from .entry import Entry, Result, Verdict
-from .entry_text import MARKS, Words, describe_study
+from .entry_text import MARKS, Words, describe_study, plain_formula
 
 STYLE_FILE = Path(__file__).with_name("document_page.css")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -72,7 +72,7 @@ def _article(entry: Entry, result: Result, words: Words) -> Iterator[str]:
     verdict = f'<span class="verdict {CLASSES[result.verdict]}">{escape(words.verdict(result.verdict))}</span>'
     yield f'<article id="{entry.id}"><header><h2>{entry.id}</h2><span>{escape(words.kind(entry))}</span>'
     yield f"{verdict}{rows}</header>"
-    yield f'<blockquote lang="zh">{escape(entry.quote_zh)}</blockquote>'
+    yield f'<blockquote lang="zh">{escape(plain_formula(entry.quote_zh))}</blockquote>'
     yield f"<p>{escape(entry.line.fill(words.language, {}))}</p>"
     yield from _paragraphs(result.reason(words.language))
     if result.figure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,43 @@ class Words:
             return localise(text)
 
 
+# Commands of LaTeX in the quotes, innermost first; the last ones have no braces.
+LATEX = (
+    (re.compile(r"\\(?:text|mathcal)\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"(?<=[_^])\{(\w+|\([^{}]*\))\}"), r"\1"),
+    (re.compile(r"(?<=[_^])\{([^{}]*)\}"), r"(\1)"),
+    (re.compile(r"\\sqrt\{([^{}]*)\}"), "\u221a\\1"),
+    (re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}"), r"\1 / \2"),
+    (re.compile(r"\\begin\{bmatrix\} (.*?) \\end\{bmatrix\}"), r"[\1]"),
+    (re.compile(r" & "), "  "),
+    (re.compile(r"\\(?:left|right|quad ?)"), ""),
+    (re.compile(r"\\(alpha|cdot|dots|sim|sin|sum|times)(?![a-z])"), lambda match: SYMBOLS[match[1]]),
+)
+SYMBOLS = {
+    "alpha": "\u03b1",
+    "cdot": "\u00b7",
+    "dots": "\u2026",
+    "sim": "~",
+    "sin": "sin",
+    "sum": "\u03a3",
+    "times": "\u00d7",
+}
+
+
+def plain_formula(text: str) -> str:
+    r"""The quote with its LaTeX as plain text.
+
+    >>> plain_formula(r"\text{head}_1 = \frac{QK^T}{\sqrt{d_{\text{model}}}}")
+    'head_1 = QK^T / √d_model'
+    """
+    before = ""
+    while text != before:
+        before = text
+        for command, plain in LATEX:
+            text = command.sub(plain, text)
+    return text
+
+
 def wrap_page(text: str, indent: str) -> list[str]:
     """Break every paragraph of a text into lines; rows of a table and code stay."""
     return [line for paragraph in text.splitlines() for line in _wrap_paragraph(paragraph, indent)]
@@ -74,7 +112,7 @@ def format_entry(entry: Entry, result: Result, language: str) -> str:
     words = Words(language)
     rows = f"  {', '.join(entry.rows)}" if entry.rows else ""
     lines = [f"{MARKS[result.verdict]} {entry.id}  {words.kind(entry)}  {words.verdict(result.verdict)}{rows}"]
-    lines += wrap_page(f"「{entry.quote_zh}」", indent="    ")
+    lines += wrap_page(f"「{plain_formula(entry.quote_zh)}」", indent="    ")
     lines += wrap_page(entry.line.fill(language, {}), indent="    ")
     lines += wrap_page(align_table(result.reason(language)), indent="    > ")
     if entry.run is None:
