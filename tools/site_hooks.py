@@ -23,10 +23,13 @@ LINK = re.compile(r"\[([^\]\[]+)\]\(([^)\s]+)\)")
 
 
 def on_config(config: Any) -> Any:
-    """List every page of docs/findings in the navigation."""
+    """List every page of docs/findings in the navigation, the Chinese ones among the Chinese pages."""
+    pages = sorted(f"findings/{path.name}" for path in (ROOT / "docs" / "findings").glob("*.md"))
     for section in config.nav:
         if "Findings" in section:
-            section["Findings"] = sorted(f"findings/{path.name}" for path in (ROOT / "docs" / "findings").glob("*.md"))
+            section["Findings"] = [page for page in pages if not page.endswith(".zh.md")]
+        if "中文" in section:
+            section["中文"] += [page for page in pages if page.endswith(".zh.md")]
     return config
 
 

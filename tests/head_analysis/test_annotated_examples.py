@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 import headwise as hw
+from headwise.data.translation import join_words
 from headwise.errors import SpecError
 from headwise.head_analysis.annotated_examples import (
     ExampleReader,
@@ -16,7 +17,6 @@ from headwise.head_analysis.annotated_examples import (
     examples_from_lines,
     examples_from_pairs,
     examples_from_sentences,
-    join_words,
     parse_alignment_links,
     read_conllu,
     read_lines,

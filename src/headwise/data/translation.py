@@ -182,6 +182,28 @@ def choose_bleu_tokenizer(references: Iterable[str]) -> str:
     return "zh" if scripts["CJK"] > threshold else DEFAULT_BLEU_TOKENIZER
 
 
+def join_words(line: str) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """The text of words separated by spaces, as its language is written, and the words' character spans.
+
+    Chinese, Japanese, Thai, Lao, Khmer and Burmese words are joined; words in Latin letters stay apart.
+
+    >>> join_words("我 用 Visual Studio 。")
+    ('我用Visual Studio。', ((0, 1), (1, 2), (2, 8), (9, 15), (15, 16)))
+    >>> join_words("the dog")
+    ('the dog', ((0, 3), (4, 7)))
+    """
+    has_spaces = choose_bleu_tokenizer([line]) == DEFAULT_BLEU_TOKENIZER
+    if has_spaces:
+        return line, tuple(match.span() for match in re.finditer(r"\S+", line))
+    text, spans = "", list[tuple[int, int]]()
+    for word in line.split():
+        if text and text[-1].isascii() and word[0].isascii():
+            text += " "
+        spans.append((len(text), len(text) + len(word)))
+        text += word
+    return text, tuple(spans)
+
+
 def score_translations(
     hypotheses: Sequence[str], references: Sequence[str], tokenize: str | None = None
 ) -> SacreBleuScores:

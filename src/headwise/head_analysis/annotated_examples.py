@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data import IGNORE_INDEX, Batch, Task
-from ..data.translation import DEFAULT_BLEU_TOKENIZER, choose_bleu_tokenizer
+from ..data.translation import join_words
 from ..errors import SequenceTooLong, SpecError, UnknownToken
 from ..files import read_text_file
 from ..generation import load_tokenizers
@@ -234,7 +234,6 @@ def _parse_number(text: str, where: str) -> int:
 # --- Examples from texts, parses, aligned pairs and tasks ----------------------------------------------
 
 WORD_PATTERN = re.compile(r"\w+|[^\w\s]")  # words of a text without a parse
-NON_SPACE_PATTERN = re.compile(r"\S+")
 MAX_GENERATED_TOKENS = 64  # length of the target that the model generates for a source without one
 Span = tuple[int, int]
 
@@ -448,28 +447,6 @@ def examples_from_pairs(
                 raise SpecError(f"pair {number} links word {link[0]} to {link[1]} but has {words}; count words from 0")
         reader.add_text(source, target, alignment_links=links, spans={"source": source_spans, "text": target_spans})
     return reader
-
-
-def join_words(line: str) -> tuple[str, tuple[Span, ...]]:
-    """The text of words separated by spaces, as its language is written, and the words' character spans.
-
-    Chinese, Japanese, Thai, Lao, Khmer and Burmese words are joined; words in Latin letters stay apart.
-
-    >>> join_words("我 用 Visual Studio 。")
-    ('我用Visual Studio。', ((0, 1), (1, 2), (2, 8), (9, 15), (15, 16)))
-    >>> join_words("the dog")
-    ('the dog', ((0, 3), (4, 7)))
-    """
-    has_spaces = choose_bleu_tokenizer([line]) == DEFAULT_BLEU_TOKENIZER
-    if has_spaces:
-        return line, tuple(match.span() for match in NON_SPACE_PATTERN.finditer(line))
-    text, spans = "", list[Span]()
-    for word in line.split():
-        if text and text[-1].isascii() and word[0].isascii():
-            text += " "
-        spans.append((len(text), len(text) + len(word)))
-        text += word
-    return text, tuple(spans)
 
 
 def examples_from_task(model: nn.Module, task: Task, limit: int, split: str = "valid") -> ExampleReader:
