@@ -35,3 +35,14 @@ def test_the_site_builds_without_warnings(tmp_path: Path):
     assert "&gt;&gt;&gt;" not in re.sub(r"<pre>.*?</pre>", "", api, flags=re.DOTALL)
     assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000
     assert not re.search(r"(src|href)=\"https?://[^\"]*(googleapis|cdn|unpkg)", front)
+
+
+@pytest.mark.parametrize(
+    "name", ["README.zh-CN.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.zh.md"))]
+)
+def test_no_line_ends_between_two_chinese_characters(name: str):
+    """Browsers show a line break as a space, which Chinese does not have."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / name).read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    assert (
+        re.findall(r".{0,9}[\u3001-\u303f\u4e00-\u9fff\uff00-\uffef]\n *[\u3001-\u9fff\uff00-\uffef].{0,9}", text) == []
+    )

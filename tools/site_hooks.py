@@ -20,6 +20,8 @@ ROOT_PAGES = {
 }
 DOCTEST = re.compile(r"^>>> .*?(?=^\s*$|\Z)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[([^\]\[]+)\]\(([^)\s]+)\)")
+INLINE_CODE = re.compile(r"<pre.*?</pre>|<code>[^<]*</code>", re.DOTALL)
+OPTION = re.compile(r"--[a-z][\w-]*")
 
 
 def on_config(config: Any) -> Any:
@@ -44,6 +46,27 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Adapt links that lead out of docs/ to pages of the root."""
     return markdown if page.file.src_path in ROOT_PAGES.values() else adapt_links(markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep the options of commands in sentences on one line."""
+    return INLINE_CODE.sub(lambda match: match[0] if match[0].startswith("<pre") else keep_options(match[0]), html)
+
+
+def keep_options(code: str) -> str:
+    """Code of a sentence whose options browsers do not break after a hyphen.
+
+    >>> keep_options("<code>demo --train</code>")
+    '<code>demo <span class="option">--train</span></code>'
+    """
+    return OPTION.sub(r'<span class="option">\g<0></span>', code)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Mark Chinese pages as such, so that browsers choose Chinese fonts and screen readers a Chinese voice."""
+    if not page.file.src_path.endswith(".zh.md"):
+        return output
+    return output.replace('<html lang="en"', '<html lang="zh-Hans"', 1).replace("Table of contents", "目录")
 
 
 def adapt_links(text: str) -> str:

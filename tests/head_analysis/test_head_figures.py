@@ -14,6 +14,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager
 from matplotlib.text import Text
 
 import headwise as hw
@@ -173,23 +174,6 @@ def write_square_font(path: Path) -> str:
     font.setupPost()
     font.save(path)
     return name
-
-
-def test_a_font_that_was_installed_after_matplotlib_made_its_list_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    from matplotlib import font_manager
-
-    older = [font for font in font_manager.fontManager.ttflist if font.name not in head_figures.FALLBACK_FONTS]
-    name = write_square_font(tmp_path / "square.ttf")
-    (tmp_path / "broken.ttf").write_bytes(b"no font")
-    monkeypatch.setattr(font_manager.fontManager, "ttflist", older)
-    monkeypatch.setattr(head_figures, "_known_files", set())
-    files = [str(tmp_path / "broken.ttf"), str(tmp_path / "square.ttf")]
-    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: files)
-    assert head_figures.list_fonts() == [head_figures.DEFAULT_FONT, name]
-    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: pytest.fail("it looks for fonts again"))
-    assert head_figures.find_undrawable("字") == []
 
 
 @pytest.fixture

@@ -80,3 +80,34 @@ def test_the_measures_keep_their_values(tmp_path, monkeypatch: pytest.MonkeyPatc
 def test_tokens_of_the_sample_are_words():
     words = load_sample_trace().streams["source"][0].words
     assert words[:4] == ("<zh>", "1", "2", ",")
+
+
+def test_a_job_and_a_request_may_be_the_first_to_need_torch():
+    """A job starts to import a part of torch while a request is importing torch for the model."""
+    script = """
+import importlib.abc, sys, threading, time
+from headwise.viewer.bundled_sample import load_sample_model, load_sample_trace
+from headwise.viewer.model_worker import ModelWorker
+from headwise.viewer.open_model import OpenModel
+
+def use_torch(model, arguments, progress):
+    import torch.nn.functional
+
+class StartJob(importlib.abc.MetaPathFinder):
+    job = None
+    def find_spec(self, name, path, target=None):
+        if name == "torch._utils" and self.job is None:
+            self.job = worker.submit("use", {})
+            time.sleep(0.5)  # by then the job waits for torch
+
+view = OpenModel(load_sample_trace(), None, load_model=load_sample_model)
+worker = ModelWorker(view, {"use": use_torch})
+sys.meta_path.insert(0, finder := StartJob())
+view.get_model()
+worker._thread.join(0.5)
+while not finder.job.has_ended:
+    time.sleep(0.1)
+print(finder.job.state)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (result.returncode, result.stdout.strip()) == (0, "done"), result.stderr

@@ -224,7 +224,7 @@ def localise_figure(figure: Figure) -> None:
             else:
                 artist.set_text(shown)
     if needs_font and not figure.get_supxlabel():
-        figure.supxlabel(FONT_NOTE, fontsize=6)
+        figure.supxlabel(FONT_NOTE, y=-0.01, verticalalignment="top", fontsize=6)  # below legends at the lower edge
 
 
 def plot_style(theme: FigureTheme) -> Any:
@@ -265,7 +265,8 @@ def save_figure(
     with figure_style(theme):
         figure = draw(theme)
         localise_figure(figure)
-        figure.savefig(buffer, format=suffix[1:], metadata=FIGURE_METADATA[suffix], **SAVE_OPTIONS[suffix])
+        options = SAVE_OPTIONS[suffix] | ({"bbox_inches": "tight"} if figure.get_supxlabel() == FONT_NOTE else {})
+        figure.savefig(buffer, format=suffix[1:], metadata=FIGURE_METADATA[suffix], **options)
     write_atomically(path, buffer.getvalue())
 
 

@@ -46,11 +46,13 @@ def _is_alike(one: object, other: object) -> bool:
 
 def encode_written(view: OpenModel, site: str, head: int, query: int) -> bytes:
     """The tokens whose logits a head raises and lowers most at a position; or the reason why there are none."""
-    from ..head_analysis.logit_attribution import attribute_all_logits
+    net = view.get_model()
+    from ..head_analysis.logit_attribution import (
+        attribute_all_logits,
+    )  # after the model, which imports torch in one thread
     from .lab_runs import find_token_decoder, id_inputs
     from .step_answers import get_native_copy
 
-    net = view.get_model()
     try:
         native = get_native_copy(net)
         effects = attribute_all_logits(native, id_inputs(native, view.get_recorded()), site, head, query)

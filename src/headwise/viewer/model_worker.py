@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..escaping import shorten_message
-from .open_model import OpenModel
+from .open_model import OpenModel, import_libraries
 
 MAX_QUEUED_JOBS = 8
 MAX_KEPT_RESULTS = 32  # the results of older jobs are dropped
@@ -161,6 +161,7 @@ class ModelWorker:
             progress = JobProgress(job)
             try:
                 progress(0)
+                import_libraries()
                 with self.lock:
                     job.result = self.job_kinds[job.kind](self.model, job.arguments, progress)
                 job.publish({"state": "done"})

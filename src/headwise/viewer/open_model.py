@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,8 +41,21 @@ MAX_TILE_CELLS = 1024  # cells on each side of a tile
 CAPTURE_BUDGET = 2 * 10**9  # bytes of one trace
 LENSES = ("weight", "value", "effect")
 ABLATION_MODES = ("zero", "mean", "resample", "noise")
+# Packages that a model and the actions need; the parts of each import one another.
+LIBRARIES = ("torch", *(f"headwise.{name}" for name in ("models", "costs", "generation", "surgery", "hub")))
+_importing = threading.Lock()
 FloatArray = NDArray[np.float32]
 Progress = Callable[[int, int, str], object]
+
+
+def import_libraries() -> None:
+    """Import what a model and the actions need, in one thread at a time.
+
+    Python breaks an import if another thread imports a part of the same package for the first time meanwhile.
+    """
+    with _importing:
+        for name in LIBRARIES:
+            import_module(name)
 
 
 class AblatedHead(NamedTuple):
@@ -127,6 +141,7 @@ class OpenModel:
 
     def get_model(self) -> nn.Module:
         """The open model, loaded if necessary; raises ValueError if only a trace is open."""
+        import_libraries()
         if self.model is None and self._origin is not None:
             self.model = self._origin.get_model()
         if self.model is None:
@@ -249,9 +264,10 @@ class OpenModel:
 
     def _output_matrix(self, site: str, head: int) -> FloatArray:
         """The output projection of one head, [head_dim, model]."""
-        from ..head_analysis.head_circuits import get_circuits
+        net = self.get_model()
+        from ..head_analysis.head_circuits import get_circuits  # after the model, which imports torch in one thread
 
-        circuits = get_circuits(self.get_model())
+        circuits = get_circuits(net)
         if site not in circuits:
             raise ValueError(f"the output projection of {site} cannot be read; use the lens weight or value")
         return np.asarray(circuits[site].output_map(head).float().cpu().numpy(), np.float32)
