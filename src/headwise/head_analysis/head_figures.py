@@ -265,8 +265,8 @@ def save_figure(
     with figure_style(theme):
         figure = draw(theme)
         localise_figure(figure)
-        options = SAVE_OPTIONS[suffix] | ({"bbox_inches": "tight"} if figure.get_supxlabel() == FONT_NOTE else {})
-        figure.savefig(buffer, format=suffix[1:], metadata=FIGURE_METADATA[suffix], **options)
+        extra: dict[str, Any] = {"bbox_inches": "tight"} if figure.get_supxlabel() == FONT_NOTE else {}
+        figure.savefig(buffer, format=suffix[1:], metadata=FIGURE_METADATA[suffix], **SAVE_OPTIONS[suffix], **extra)
     write_atomically(path, buffer.getvalue())
 
 
