@@ -70,6 +70,26 @@ def entropy(weights: np.ndarray) -> np.ndarray:
     return -(weights * np.log(np.where(weights > 0, weights, 1))).sum(-1)
 
 
+def test_keys_with_a_weight():
+    net = make_net("entmax")
+    names = [name for name, _ in net.spec.attention_specs()]
+    counts = np.zeros((len(names), HEADS))
+    rows = 0
+    for index in range(NUM_TEXTS):
+        net.probes = {name: hw.Probe("weights") for name in names}
+        with torch.no_grad():
+            net(TASK.batch(index, 1, "valid").x)
+        weights = [net.probes[name].tensors["weights"][0].numpy() for name in names]
+        counts += [(one > 0).sum((1, 2)) for one in weights]
+        rows += weights[0].shape[1]
+    net.probes = {}
+    summary = summarise_heads(net, TASK, NUM_TEXTS)
+    assert summary["support"] == pytest.approx((counts / rows).mean())
+    assert summary["support_spread"] == pytest.approx((counts / rows).std())
+    assert summary["support_spread"] > 0
+    assert summarise_heads(make_net(), TASK, NUM_TEXTS)["support_spread"] == 0
+
+
 def test_gates_are_the_share_of_tokens():
     net = make_net("moh")
     gates = summarise_heads(net, TASK, NUM_TEXTS)["gates"]

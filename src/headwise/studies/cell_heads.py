@@ -7,6 +7,7 @@ which heads are measured: before training, during it, and on each further test.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,6 +40,8 @@ def summarise_heads(net: Transformer, task: Task, num_texts: int) -> dict[str, A
 
     - `measures`, `chance`: `HEAD_MEASURES` and their chance levels; `classes`: number of heads by their first class;
     - `diversity`: generalised Jensen-Shannon divergence of the heads of a layer, from 0 (equal) to 1 (1909.00015);
+    - `support`, `support_spread`: number of keys with a weight above 0, mean over heads, and the standard deviation of
+      this number over the heads of the model;
     - `score_deviation`: standard deviation of the scores of a query over its keys; `score_rank`: their effective rank;
       `score_change`: size of what modifiers and mixing add to the scores, as a share of the scores;
     - `gates`: for each attention with gates, the share of tokens for which each head is on;
@@ -49,9 +52,9 @@ def summarise_heads(net: Transformer, task: Task, num_texts: int) -> dict[str, A
     net.eval()
     try:
         examples = examples_from_task(net, task, num_texts).examples_with_frequencies()
-        diversity = LayerDiversity()
+        diversity, support = LayerDiversity(), HeadSupport()
         options = MeasureOptions(num_resamples=NUM_RESAMPLES)
-        table = classify_heads(measure_heads(net, examples, options=options, collectors=[diversity]))
+        table = classify_heads(measure_heads(net, examples, options=options, collectors=[diversity, support]))
     except ValueError as error:
         return {"note": str(error)}
     classes = Counter(head.classes[0].name if head.classes else UNCLEAR for head in table.heads)
@@ -61,6 +64,8 @@ def summarise_heads(net: Transformer, task: Task, num_texts: int) -> dict[str, A
         "chance": _means(table, "chance"),
         "classes": dict(sorted(classes.items())),
         "diversity": diversity.value,
+        "support": statistics.fmean(support.values),
+        "support_spread": statistics.pstdev(support.values),
         **_summarise_calls(net, examples),
     }
 
@@ -94,6 +99,34 @@ class LayerDiversity:
         heads, rows, _ = band.w_HTS.shape
         sums, counts = spread_of_sets(band.w_HTS, torch.ones(1, heads), torch.ones(heads, rows))
         self._sum, self._count = self._sum + float(sums[0]), self._count + float(counts[0])
+
+    def finish_example(self) -> None:
+        """Nothing is kept of an example."""
+
+    def measures(self, resamples: np.ndarray[Any, Any]) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
+        """No measures of single heads."""
+        return {}
+
+
+class HeadSupport:
+    """Collects the number of keys to which each head gives a weight above 0 during `measure_heads`."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, int], tuple[float, int]] = {}
+
+    @property
+    def values(self) -> list[float]:
+        """Mean number of keys over the rows of each head."""
+        return [total / count for total, count in self._sums.values()]
+
+    def start_example(self, example: Example) -> None:
+        """Nothing is needed of an example."""
+
+    def add_band(self, site: str, band: WeightBand) -> None:
+        """Add the rows of a band."""
+        for head, keys in enumerate((band.w_HTS != 0).sum(-1).tolist()):
+            total, count = self._sums.get((site, head), (0.0, 0))
+            self._sums[site, head] = total + sum(keys), count + len(keys)
 
     def finish_example(self) -> None:
         """Nothing is kept of an example."""

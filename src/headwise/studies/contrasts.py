@@ -15,7 +15,8 @@ from ..errors import SpecError, suggest
 from .cell_heads import HEAD_MEASURES
 
 CHANGE, LEARNING = "change", "learning"
-OTHER_HEAD_NUMBERS = ("diversity", "score_deviation", "score_rank", "score_change", "residual")
+OTHER_HEAD_NUMBERS = ("diversity", "support", "support_spread")
+OTHER_HEAD_NUMBERS += ("score_deviation", "score_rank", "score_change", "residual")
 MEASURES = (CHANGE, LEARNING, *HEAD_MEASURES, *OTHER_HEAD_NUMBERS)
 STEP = re.compile("0|[1-9][0-9]{0,8}")
 PATTERN = re.compile(r"(?:(?P<measure>\S+) of )?(?P<variant>\S+)(?: (?P<place>after|on|at step) (?P<name>\S+))?")

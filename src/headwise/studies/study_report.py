@@ -36,10 +36,12 @@ ENVIRONMENT_FILE = "environment.json"
 STUDY_REPORT = FolderKind("report of a study", (REPORT_FILE,), lambda _: (REPORT_FILE, PAGE_FILE, TABLE_FILE))
 MIN_SEEDS_TO_CLAIM = 3
 SMALLEST_NUMBER = 1e-6  # what is closer to 0 is rounding, such as the weight on a sink that was never chosen
-_HEAD_COLUMNS = {**{name: name for name in HEAD_MEASURES}, "diversity": "diversity", "score_deviation": "score sd"}
+_HEAD_COLUMNS = {**{name: name for name in HEAD_MEASURES}, "diversity": "diversity", "support": "support"}
+_HEAD_COLUMNS |= {"support_spread": "support sd", "score_deviation": "score sd"}
 _HEAD_COLUMNS |= {"score_rank": "score rank", "score_change": "score change", "residual": "token residual"}
 HEAD_CAPTION = (
-    "Means over heads and seeds. Diversity: how different the heads of a layer attend, 0 equal, 1 disjoint. Score sd, "
+    "Means over heads and seeds. Diversity: how different the heads of a layer attend, 0 equal, 1 disjoint. Support: "
+    "keys with a weight above 0, and the standard deviation of their number over heads. Score sd, "
     "rank, change: standard deviation of scores over keys, their effective rank, and what mixing and biases add to "
     "them as a share. Token residual: how different the tokens of a text are after the last layer, 0 equal."
 )
