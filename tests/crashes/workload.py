@@ -76,6 +76,7 @@ def import_everything() -> None:
     runner.TIMING_PACES[True] = TimingPace(max_seconds=0.05, max_spread=math.inf)
     for name in ("backends.backend_svg", "backends.backend_agg", "figure", "font_manager"):
         importlib.import_module(f"matplotlib.{name}")
+    importlib.import_module("torch._dynamo")  # which torch's optimisers import
 
 
 def make_inputs(folder: Path) -> None:

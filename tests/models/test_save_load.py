@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,12 @@ def test_saved_models_load_equal(tmp_path: Path, dtype: torch.dtype):
     assert torch.equal(again(x), net.eval()(x))
     assert again(x).sum().backward() is None
     assert hw.greedy_decode(again, x, max_new_tokens=3) == hw.greedy_decode(net, x, max_new_tokens=3)
+
+
+def test_loading_does_not_import_the_compiler(folder: Path):
+    """Which takes half a second, and some arithmetic on the meta device does it."""
+    code = f"import sys, headwise; headwise.load({str(folder)!r}); sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_folder_matches_its_manifest(folder: Path):

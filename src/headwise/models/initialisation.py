@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import SpecError, suggest
 from ..model_spec import WeightSpec
 from ..nn import depth_scaled_init
-from ..parts.initialisers import normal_with_std, xavier_uniform, xavier_uniform_bound, zeros_init
+from ..parts.initialisers import normal_with_std, uniform_within, xavier_uniform, xavier_uniform_bound, zeros_init
 
 if TYPE_CHECKING:
     from .block import TransformerLayer
@@ -39,7 +39,7 @@ def initialise_weight(weight: WeightSpec) -> Tensor:
         return normal_with_std(shape[-1] ** -0.5)(shape)
     matrix_shape = shape[1:] if axes[0] == "expert" and len(axes) == 3 else shape
     bound = xavier_uniform_bound((matrix_shape[0], math.prod(matrix_shape[1:])))
-    return torch.rand(shape) * (2 * bound) - bound
+    return uniform_within(bound, shape)
 
 
 def initialise_model(net: Transformer, init: str) -> None:

@@ -61,7 +61,7 @@ class LearnedPositions(nn.Module):
         super().__init__()
         if model < 1 or length < 1:
             raise SpecError(f"a table of {length} positions of width {model} is empty; both need at least 1")
-        self.table = nn.Parameter(torch.randn(length, model) * 0.02)
+        self.table = nn.Parameter(torch.randn(length, model).mul_(0.02))
 
     def forward(self, x: Tensor, *, sequence: SequenceInfo | None = None) -> Tensor:
         """x plus the vector of each token's position."""

@@ -14,7 +14,16 @@ Initialiser = Callable[[tuple[int, ...]], Tensor]
 def xavier_uniform(shape: tuple[int, ...]) -> Tensor:
     """Uniform values within sqrt(6 / (fan in + fan out)) of zero (Glorot and Bengio 2010)."""
     bound = xavier_uniform_bound(shape)
-    return torch.rand(shape) * (2 * bound) - bound
+    return uniform_within(bound, shape)
+
+
+def uniform_within(bound: float, shape: tuple[int, ...]) -> Tensor:
+    """Uniform values between -bound and bound.
+
+    In place, because other arithmetic on the meta device, where models are built before their weights are read, imports
+    torch._dynamo, which takes half a second.
+    """
+    return torch.rand(shape).mul_(2 * bound).sub_(bound)
 
 
 def xavier_uniform_bound(shape: tuple[int, ...]) -> float:
@@ -43,7 +52,7 @@ def constant_value(value: float) -> Initialiser:
 
 def normal_with_std(std: float) -> Initialiser:
     """An initialiser with Gaussian values of mean 0 and this standard deviation."""
-    return lambda shape: torch.randn(shape) * std
+    return lambda shape: torch.randn(shape).mul_(std)
 
 
 def fixed_values(values: Sequence[float] | Sequence[int]) -> Initialiser:
