@@ -10,8 +10,9 @@ import pytest
 from support.page_browser import require_browser
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
+    """One chromium for all tests. The event loop of Playwright runs in this thread from then on."""
     path = require_browser()
     from playwright.sync_api import sync_playwright
 

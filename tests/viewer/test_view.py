@@ -283,25 +283,20 @@ def test_a_browser_keeps_hostile_tokens_as_text_and_runs_nothing_else(tmp_path: 
 
 
 @pytest.mark.lengthy
-def test_the_page_works_in_the_frame_of_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_page_works_in_the_frame_of_a_notebook(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In a sandboxed frame, which has no storage and no address of its own, with an empty console."""
-    browser_path = require_browser()
-    from playwright.sync_api import sync_playwright
-
     monkeypatch.setattr(html_export, "load_assets", LOAD_ASSETS)
     frame = hw.view(load_sample_trace())._repr_html_()
     (tmp_path / "a.html").write_text(f"<!doctype html><meta charset=utf-8>{frame}", encoding="utf-8")
     messages: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
-        page = browser.new_page(locale="en")
-        page.on("console", lambda message: messages.append(message.text))
-        page.on("pageerror", lambda error: messages.append(str(error)))
-        page.goto((tmp_path / "a.html").as_uri())
-        shown = page.frame_locator("iframe")
-        shown.get_by_role("gridcell").first.wait_for()
-        assert shown.get_by_role("gridcell").count() == 54
-        shown.get_by_role("gridcell").first.dblclick()
-        shown.get_by_role("heading", name="Head E0 H0").wait_for()
-        browser.close()
+    page = browser.new_page(locale="en")
+    page.on("console", lambda message: messages.append(message.text))
+    page.on("pageerror", lambda error: messages.append(str(error)))
+    page.goto((tmp_path / "a.html").as_uri())
+    shown = page.frame_locator("iframe")
+    shown.get_by_role("gridcell").first.wait_for()
+    assert shown.get_by_role("gridcell").count() == 54
+    shown.get_by_role("gridcell").first.dblclick()
+    shown.get_by_role("heading", name="Head E0 H0").wait_for()
+    page.close()
     assert messages == []
