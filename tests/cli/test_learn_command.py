@@ -16,7 +16,17 @@ from headwise.learn import document_page
 from headwise.learn.catalogue import load_documents, load_entries
 from headwise.translation.language import use_language
 
-WITH_FIGURES = {"000-1.2.3", "002-2.3c", "002-2.4", "002-2.6h", "002-2.6l", "002-3.2", "002-4.1", "003-2.2", "003-4.3d"}
+WITH_FIGURES = {
+    "000-1.2.3",
+    "002-2.3c",
+    "002-2.4",
+    "002-2.6h",
+    "002-2.6l",
+    "002-3.2",
+    "002-4.1",
+    "003-2.2",
+    "003-4.3d",
+} | {"003-1.2b", "003-6.1"}
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:

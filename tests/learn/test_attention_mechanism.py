@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -343,6 +344,32 @@ def test_numbers_and_verdict(id: str):
 @pytest.mark.parametrize("id", CHANGES)
 def test_verdict_follows_the_input(id: str):
     learn.check_flip(ENTRIES[id], CHANGES[id])
+
+
+def test_figures_have_every_number():
+    figure = ENTRIES["003-2.2"].check().figure
+    q, k, v = (
+        np.array([[1, 0], [0.5, 1], [0, 2]]),
+        np.array([[2, 1], [0, 1], [1, -1]]),
+        np.array([[1, 2], [3, 0], [5, 4]]),
+    )
+    scores = q @ k.T
+    weights = softmax(np.where(np.tri(3) > 0, scores / math.sqrt(2), -np.inf))
+    for number in [*scores.ravel(), *(scores / math.sqrt(2)).ravel(), *weights.ravel(), *(weights @ v).ravel()]:
+        assert f">{number:.2f}</text>" in figure
+    assert figure.count(">-∞</text>") == 3
+    errors, curve = performers(), ENTRIES["003-4.3d"].check().figure
+    assert curve.count("<circle") == 8
+    assert all(f">{errors[name]:.2g}</text>" in curve for name in ("error_few", "error_many"))
+    reach = ENTRIES["003-1.2b"].check().figure
+    layer, x = make_layer(hw.design(model=4, heads=2)), array(sample(4, 9, 4))
+    slopes = learn.derivative(lambda rows: layer_output(layer, rows, 2), x).reshape(9, 4, 9, 4)
+    kernel = array(sample(3, 4, 4, 3))
+    expected = [f"{number:.2f}" for number in np.abs(slopes).max((1, 3)).ravel()]
+    for row in range(9):
+        near = {row + n - 1: np.abs(kernel[:, :, n]).max() for n in range(3)}
+        expected += [f"{near.get(column, 0.0):.2f}" for column in range(9)]
+    assert re.findall(r">([\d.]+)</text>", reach) == expected
 
 
 def test_gru_steps_are_those_of_torch():

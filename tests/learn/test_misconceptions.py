@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -162,6 +163,14 @@ def test_numbers_and_verdict(id: str):
 @pytest.mark.parametrize("id", CHANGES)
 def test_verdict_follows_the_input(id: str):
     learn.check_flip(ENTRIES[id], CHANGES[id])
+
+
+def test_the_figure_has_the_weights_at_three_scales():
+    q, k = array(sample(1, 5, 4)), array(sample(2, 8, 4))
+    weights = [softmax(q @ k.T * scale) for scale in (0, 0.5, 100)]
+    figure = ENTRIES["003-6.1"].check().figure
+    shown = [float(number) for number in re.findall(r">(\d\.\d\d)</text>", figure)]
+    assert shown == pytest.approx(np.concatenate([rows.ravel() for rows in weights]), abs=0.00501)
 
 
 def test_unequal_lengths_need_a_layer_without_a_fixed_length():

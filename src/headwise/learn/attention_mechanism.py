@@ -43,13 +43,15 @@ def reach_of_one_layer(*, pattern: str = "full()", tokens: int = 9) -> Outcome:
         return F.conv1d(x.T[None], kernel, padding=1)[0].T
 
     x = sample(4, tokens, 4)
-    attention = _count_pairs(torch.func.jacrev(lambda x: layer(x[None])[0])(x).detach())
-    convolution = _count_pairs(torch.func.jacrev(convolve)(x))
-    return judge(attention == tokens**2, attention=attention, convolution=convolution, all=tokens**2)
-
-
-def _count_pairs(jacobian_TDSD: Tensor) -> int:
-    return int((jacobian_TDSD.abs().amax((1, 3)) > 0).sum())
+    sizes = {
+        "attention": torch.func.jacrev(lambda x: layer(x[None])[0])(x).detach().abs().amax((1, 3)),
+        "convolution": torch.func.jacrev(convolve)(x).abs().amax((1, 3)),
+    }
+    pairs = {name: int((size > 0).sum()) for name, size in sizes.items()}
+    outcome = judge(pairs["attention"] == tokens**2, **pairs, all=tokens**2)
+    names = ("self-attention", "convolution")
+    figure = draw_matrices([(name, size.tolist()) for name, size in zip(names, sizes.values(), strict=True)])
+    return Outcome(outcome.verdict, outcome.numbers, figure)
 
 
 def attention_formula(*, power: float = 0.5) -> Outcome:

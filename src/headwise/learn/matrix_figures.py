@@ -157,26 +157,26 @@ def draw_curves(curves: Sequence[tuple[str, Mapping[int, float]]], x_axis: str, 
     """
     xs = [math.log(x) for x in curves[0][1]]
     ys = [math.log(y) for _, curve in curves for y in curve.values()]
-    parts, width, height = list[str](), 420, 200
+    parts, width, height, top = list[str](), 420, 200, TOP + 16  # below the name of the axis
 
     def place(x: float, y: float) -> tuple[float, float]:
         across, up = (math.log(x) - xs[0]) / (xs[-1] - xs[0]), (math.log(y) - min(ys)) / (max(ys) - min(ys))
-        return LEFT + width * across, TOP + height * (1 - up)
+        return LEFT + width * across, top + height * (1 - up)
 
     for number, (name, curve) in enumerate(curves):
         points, color = [place(x, y) for x, y in curve.items()], COLORS[number]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         dash = ' stroke-dasharray="6 4"' if number else ""
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}/>')
-        label = f'x="{LEFT + width - 60}" y="{TOP + 14 + 18 * number}" text-anchor="end" fill="{color}"'
+        label = f'x="{LEFT + width - 60}" y="{top + 14 + 18 * number}" text-anchor="end" fill="{color}"'
         parts.append(f"<text {label}>{escape(localise(name))}</text>")
         for (x, y), (count, value) in zip(points, curve.items() if not number else (), strict=False):
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>')
             parts.append(f'<text x="{x + 6:.1f}" y="{y - 6:.1f}" font-size="10">{value:.2g}</text>')
-            parts.append(f'<text x="{x:.1f}" y="{TOP + height + 20}" text-anchor="middle">{count}</text>')
-    axes = ((f'x="{LEFT}" y="16"', y_axis), (f'x="{LEFT + width}" y="{TOP + height + 38}" text-anchor="end"', x_axis))
+            parts.append(f'<text x="{x:.1f}" y="{top + height + 20}" text-anchor="middle">{count}</text>')
+    axes = ((f'x="{LEFT}" y="16"', y_axis), (f'x="{LEFT + width}" y="{top + height + 38}" text-anchor="end"', x_axis))
     parts += [f'<text {at} font-style="italic">{escape(localise(axis))}</text>' for at, axis in axes]
-    return _svg(LEFT + width + 60, TOP + height + 46, escape(localise(y_axis)), parts)
+    return _svg(LEFT + width + 60, top + height + 46, escape(localise(y_axis)), parts)
 
 
 def draw_boxes(boxes: Sequence[tuple[str, Sequence[str]]]) -> str:

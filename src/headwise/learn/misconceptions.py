@@ -19,6 +19,7 @@ from ..presets import design, from_toml
 from ..viewer.bundled_sample import load_sample_model, load_sample_trace
 from .attention_mechanism import cost_by_heads
 from .entry import Outcome, judge, judge_condition
+from .matrix_figures import draw_matrices
 from .parameters_and_scaling import sample_scores
 from .sampled_tensors import largest_difference, make_layer, sample
 
@@ -39,13 +40,15 @@ def _weights(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
 def soft_addressing(*, sharp: float = 100.0) -> Outcome:
     """Entropy of weights at a scale near 0 (an average), 1/sqrt(d_k), and `sharp` (a look-up), over 8 keys."""
     q, k = sample(1, 5, 4), sample(2, 8, 4)
-    entropies = {
-        name: float(_entropy(_weights(q, k, scale)).mean())
-        for name, scale in (("average", 1e-12), ("soft", None), ("hard", sharp))
-    }
+    scales = (("average", 1e-12), ("soft", None), ("hard", sharp))
+    weights = {name: _weights(q, k, scale) for name, scale in scales}
+    entropies = {name: float(_entropy(rows).mean()) for name, rows in weights.items()}
     most = math.log(8)
     ordered = abs(entropies["average"] - most) < 1e-9 and entropies["hard"] < 0.1 * most
-    return judge(ordered, **entropies, most=most)
+    outcome = judge(ordered, **entropies, most=most)
+    titles = ("scale near 0", "scale 1/sqrt(d_k)", f"scale {sharp:g}")
+    figure = draw_matrices([(title, rows.tolist()) for title, rows in zip(titles, weights.values(), strict=True)])
+    return Outcome(outcome.verdict, outcome.numbers, figure)
 
 
 def square_root_of_width(*, exponent: float = 0.5) -> Outcome:
