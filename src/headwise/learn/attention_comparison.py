@@ -357,20 +357,20 @@ def saved_for_backward(*, fused: bool = True) -> Outcome:
     """Numbers that autograd keeps of attention of one head of 16 channels: written out, and by one fused call."""
     numbers: dict[str, float] = {}
     for name, is_fused in (("written", False), ("fused", fused)):
-        kept = [_numbers_kept(tokens, is_fused) for tokens in (256, 512)]
-        numbers |= {name: kept[1], f"{name}_growth": kept[1] / kept[0]}
+        counts = [_count_saved_numbers(tokens, is_fused) for tokens in (256, 512)]
+        numbers |= {name: counts[1], f"{name}_growth": counts[1] / counts[0]}
     return judge(numbers["fused_growth"] < 2.1 < numbers["written_growth"], **numbers)
 
 
-def _numbers_kept(tokens: int, fused: bool) -> int:
+def _count_saved_numbers(tokens: int, fused: bool) -> int:
     q, k, v = (sample(seed, 1, 1, tokens, 16).float().requires_grad_() for seed in (1, 2, 3))
-    kept: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.data_ptr()] = tensor.numel()
+        sizes[tensor.data_ptr()] = tensor.numel()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = F.scaled_dot_product_attention(q, k, v) if fused else (q @ k.mT / 4).softmax(-1) @ v
     assert y.requires_grad
-    return sum(kept.values())
+    return sum(sizes.values())

@@ -27,7 +27,7 @@ DOCUMENT_PAGES = FolderKind("folder of documents", ("00[0-4].html",), lambda _: 
 
 
 def font_note(language: str) -> str:
-    """What to install if this machine has no font for the Chinese quotes and figures; empty if it has one."""
+    """A note on what to install if this machine has no font for Chinese quotes and figures; empty if it has one."""
     return Words(language).phrase("font") if find_undrawable(SAMPLE) else ""
 
 
