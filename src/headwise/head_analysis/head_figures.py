@@ -117,10 +117,7 @@ _known_files: set[str] = set()  # font files of matplotlib's list, once this pro
 
 
 def list_fonts() -> list[str]:
-    """Names of matplotlib's own font and of the installed fallback fonts.
-
-    Matplotlib keeps its list in a file; without a fallback font, files installed later are added, once in a process.
-    """
+    """Names of matplotlib's own font and of the installed fallback fonts, also newer ones than it stored."""
     from matplotlib.font_manager import findSystemFonts, fontManager
 
     if not _known_files and not any(font.name in FALLBACK_FONTS for font in fontManager.ttflist):

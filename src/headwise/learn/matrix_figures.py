@@ -79,7 +79,8 @@ def _cell(x: float, y: float, number: float, most: float) -> str:
 
 def _svg(width: float, height: float, label: str, parts: Sequence[str]) -> str:
     return (
-        f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img" aria-label="{label}" '
+        f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" style="min-width: {0.8 * width:g}px" role="img" '
+        f'aria-label="{label}" '
         f'fill="currentColor" {FONT}>{"".join(parts)}</svg>'
     )
 
