@@ -429,6 +429,14 @@ def test_the_remedies_of_llama_by_hand():
     assert not any(name.startswith("int8 cache") for name in values)
 
 
+def test_the_first_requests_of_several_lengths_are_kept():
+    """59,419 tokens of llama's cache are left: two requests of 20,000 and one of 10,000 fit, a second one does not."""
+    lengths = (20_000, 20_000, 10_000, 10_000, 10_000, 30_000)
+    demand = replace(DEMANDS["llama"], requests=RequestBatch.from_lengths(lengths))
+    values = {remedy.name: remedy.demand for remedy in check_memory_fit(demand).remedies}
+    assert values["3 rows"].requests.counts_by_length == ((20_000, 2), (10_000, 1))
+
+
 def test_remedies_cost_what_their_configs_cost():
     """Fewer key-value heads and a window, priced once more as models of their own."""
     demand = replace(DEMANDS["llama"], requests=RequestBatch.uniform(4, 16384))
