@@ -437,6 +437,13 @@ def test_the_first_requests_of_several_lengths_are_kept():
     assert values["3 rows"].requests.counts_by_length == ((20_000, 2), (10_000, 1))
 
 
+def test_one_key_value_head_is_a_remedy_for_two():
+    """Two key-value heads of llama leave 8.2 GB, 249,968 tokens; one leaves room for twice as many."""
+    serving = ServingCost(read_model_spec(LLAMA3 | {"num_key_value_heads": 2}), DEMANDS["llama"].serving.device)
+    demand = replace(DEMANDS["llama"], serving=serving, requests=RequestBatch.uniform(4, 65_000))
+    assert "kv=1 in every layer" in {remedy.name for remedy in check_memory_fit(demand).remedies}
+
+
 def test_remedies_cost_what_their_configs_cost():
     """Fewer key-value heads and a window, priced once more as models of their own."""
     demand = replace(DEMANDS["llama"], requests=RequestBatch.uniform(4, 16384))
