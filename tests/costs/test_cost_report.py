@@ -138,6 +138,15 @@ def test_requested_comparison(capsys):
     assert "67.11 M    41.94 M    48.50 M    69.80 M    67.25 M" in out
 
 
+def test_each_design_has_one_column_in_a_table_of_several_blocks(capsys):
+    names = ["mha", "gqa", "mqa", "mla", "moh", "dcmha", "mohsa", "talking", "linear"]
+    assert cli.main(["cost", *names]) == 0
+    columns = [line.split() for line in capsys.readouterr().out.splitlines() if set(line.split()) & {*names}]
+    blocks = [line for line in columns if {*line} <= {*names}]
+    assert len(blocks) > 1
+    assert [name for line in blocks for name in line] == names
+
+
 def test_terms_and_json(capsys):
     code, out, _ = run(capsys, "gqa", "--terms")
     assert code == 0
