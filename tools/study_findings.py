@@ -112,11 +112,12 @@ def _list_limits(report: StudyReport) -> Iterator[str]:
     study, grid = report.results.study, report.results.grid
     full = read_study(ROOT / "studies" / f"{study.name}.toml")
     sizes = [model.size.parameters for model in grid.models.values()]
+    steps = [recipe.steps for recipe in grid.recipes.values()]
     yield LIMITS.format(
         name=study.name,
-        tasks=" and ".join(study.tasks),
+        tasks=", ".join(study.tasks),
         parameters=" to ".join(dict.fromkeys((f"{min(sizes):,}", f"{max(sizes):,}"))),
-        steps=" to ".join(f"{one:,}" for one in sorted({recipe.steps for recipe in grid.recipes.values()})),
+        steps=" to ".join(dict.fromkeys((f"{min(steps):,}", f"{max(steps):,}"))),
     )
     for kind, before, after in _left_out(full, study):
         if missing := [one for one in before if one not in after]:
