@@ -81,10 +81,10 @@ def _article(entry: Entry, result: Result, words: Words) -> Iterator[str]:
         yield f'<p class="small">{escape(words.phrase("facts"))}</p>'
     for name, text in (("reference", entry.reference), ("see", entry.see)):
         if text:
-            yield f'<p class="small">{escape(words.phrase(name))}: {escape(text)}</p>'
+            yield f'<p class="small">{escape(words.label(name) + text)}</p>'
     if entry.study:
         yield from (f'<p class="small">{escape(text)}</p>' for text in describe_study(entry.study, words))
-    yield f'<p class="small">{escape(words.phrase("command"))}: <code>{escape(entry.command)}</code></p></article>'
+    yield f'<p class="small">{escape(words.label("command"))}<code>{escape(entry.command)}</code></p></article>'
 
 
 def _paragraphs(reason: str) -> Iterator[str]:

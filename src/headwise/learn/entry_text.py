@@ -54,6 +54,14 @@ class Words:
         """A phrase of `PHRASES`."""
         return self._translate(PHRASES[name])
 
+    def label(self, name: str) -> str:
+        """A phrase as a label, with the colon of the language after it.
+
+        >>> Words("en").label("see") + "headwise view"
+        'More: headwise view'
+        """
+        return self.phrase(name) + ("\uff1a" if self.language == "zh" else ": ")
+
     def _translate(self, text: str) -> str:
         with use_language(self.language):
             return localise(text)
@@ -120,9 +128,9 @@ def format_entry(entry: Entry, result: Result, language: str) -> str:
     if result.figure:
         lines += wrap_page(words.phrase("figure"), indent="    ")
     if entry.reference:
-        lines += wrap_page(f"{words.phrase('reference')}: {entry.reference}", indent="    ")
+        lines += wrap_page(f"{words.label('reference')}{entry.reference}", indent="    ")
     if entry.see:
-        lines += wrap_page(f"{words.phrase('see')}: {entry.see}", indent="    ")
+        lines += wrap_page(f"{words.label('see')}{entry.see}", indent="    ")
     if entry.study:
         lines += [line for text in describe_study(entry.study, words) for line in wrap_page(text, indent="    ")]
     return "\n".join(lines)
@@ -130,10 +138,10 @@ def format_entry(entry: Entry, result: Result, language: str) -> str:
 
 def describe_study(study: str, words: Words) -> list[str]:
     """The claims of the last stored run of a study with its folder, or that there is none; and the command."""
-    title, command, runs = words.phrase("study"), study_command(study), find_study_runs(study)
+    title, command, runs = words.label("study"), study_command(study), find_study_runs(study)
     if not runs:
-        return [f"{title}: {words.phrase('no_run')} {command}"]
-    head = f"{title}: {words.phrase('stored')} {runs[0].folder}; {words.phrase('again')} {command}"
+        return [f"{title}{words.phrase('no_run')} {command}"]
+    head = f"{title}{words.phrase('stored')} {runs[0].folder}; {words.phrase('again')} {command}"
     return [head, *(f"- {claim}" for claim in runs[0].claims)]
 
 
@@ -167,8 +175,9 @@ def format_overview(documents: Sequence[Document], language: str) -> str:
 
 def _count_verdicts(entries: Iterable[Entry], words: Words) -> str:
     counts = Counter(entry.verdict for entry in entries)
-    listed = ", ".join(f"{counts[verdict]} {words.verdict(verdict)}" for verdict in Verdict if counts[verdict])
-    return f"{counts.total()} {words.phrase('entries')}: {listed}"
+    comma = "\uff0c" if words.language == "zh" else ", "
+    listed = comma.join(f"{counts[verdict]} {words.verdict(verdict)}" for verdict in Verdict if counts[verdict])
+    return f"{counts.total()} {words.label('entries')}{listed}"
 
 
 # --- Stored runs of studies ----------------------------------------------------------------------------

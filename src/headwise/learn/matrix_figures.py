@@ -1,4 +1,7 @@
-"""Figures as SVG: matrices with their numbers, the lines of heads over a sentence, stacked columns, labelled boxes."""
+"""Figures as SVG: matrices with their numbers, the lines of heads over a sentence, stacked columns, labelled boxes.
+
+Every matrix, head and box is an image of its own, so that a narrow page breaks between them.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from ..escaping import escape_svg as escape
 from ..translation.language import localise
 from ..translation.terminal_text import text_width
 
-CELL_WIDTH, CELL_HEIGHT, GAP, TOP, LEFT = 46, 26, 44, 26, 34
+CELL_WIDTH, CELL_HEIGHT, GAP, TOP, LEFT = 40, 26, 24, 26, 34
 FONT = 'font-family="system-ui, sans-serif" font-size="12"'
-PANEL_WIDTH, ROW_HEIGHT = 300, 20
+PANEL_WIDTH, ROW_HEIGHT = 270, 20
 COLORS = ("#009e73", "#d55e00", "#3d8fd1", "#b5862d")  # of Okabe and Ito, readable on light and dark pages
 # Letter and colour of each class of heads; the letter distinguishes classes without colour.
 CLASS_COLORS = {
@@ -22,7 +25,7 @@ CLASS_COLORS = {
     "broad": ("B", "#f0e442"),
     "punctuation": ("T", "#d55e00"),
 }
-COLUMN_WIDTH, COLUMN_HEIGHT, BOX_WIDTH, BOX_HEIGHT = 52, 220, 220, 92
+COLUMN_WIDTH, COLUMN_HEIGHT, BOX_WIDTH, BOX_HEIGHT = 40, 220, 220, 92
 
 Matrix = Sequence[Sequence[float]]
 
@@ -49,23 +52,29 @@ def format_cell(number: float) -> str:
 def draw_matrices(named: Sequence[tuple[str, Matrix]], rows: Sequence[str] = ()) -> str:
     """Matrices side by side, each with its name, all numbers printed; `rows` names the rows of the first.
 
-    >>> draw_matrices([("A", [[1.0, 2.0]])]).count("<rect")
-    2
+    >>> drawn = draw_matrices([("A", [[1.0, 2.0]]), ("B", [[1.0]])])
+    >>> drawn.count("<rect"), drawn.count("<svg")
+    (3, 2)
     """
-    parts, x = [], LEFT
-    height = TOP + CELL_HEIGHT * max(len(matrix) for _, matrix in named) + 8
+    tallest = max(len(matrix) for _, matrix in named)
+    return "".join(
+        _draw_matrix(localise(name), matrix, TOP + CELL_HEIGHT * tallest + 8, () if number else rows)
+        for number, (name, matrix) in enumerate(named)
+    )
+
+
+def _draw_matrix(name: str, matrix: Matrix, height: float, rows: Sequence[str]) -> str:
+    left = 12 + 8 * max(map(text_width, rows)) if rows else 1
+    parts = [f'<text x="{left}" y="16" font-weight="600">{escape(name)}</text>']
     for row, token in enumerate(rows):
         y = TOP + CELL_HEIGHT * (row + 0.66)
-        parts.append(f'<text x="{LEFT - 8}" y="{y:g}" text-anchor="end">{escape(token)}</text>')
-    for name, matrix in named:
-        parts.append(f'<text x="{x}" y="16" font-weight="600">{escape(localise(name))}</text>')
-        most = max((abs(number) for line in matrix for number in line if math.isfinite(number)), default=0.0)
-        for row, line in enumerate(matrix):
-            for column, number in enumerate(line):
-                parts.append(_cell(x + CELL_WIDTH * column, TOP + CELL_HEIGHT * row, number, most))
-        x += max(CELL_WIDTH * len(matrix[0]), 8 * text_width(localise(name))) + GAP
-    label = escape(", ".join(localise(name) for name, _ in named))
-    return _svg(x - GAP + 8, height, label, parts)
+        parts.append(f'<text x="{left - 8}" y="{y:g}" text-anchor="end">{escape(token)}</text>')
+    most = max((abs(number) for line in matrix for number in line if math.isfinite(number)), default=0.0)
+    for row, line in enumerate(matrix):
+        for column, number in enumerate(line):
+            parts.append(_cell(left + CELL_WIDTH * column, TOP + CELL_HEIGHT * row, number, most))
+    width = left + max(CELL_WIDTH * len(matrix[0]), 8 * text_width(name)) + GAP
+    return _svg(width, height, escape(name), parts)
 
 
 def _cell(x: float, y: float, number: float, most: float) -> str:
@@ -87,30 +96,32 @@ def _svg(width: float, height: float, label: str, parts: Sequence[str]) -> str:
 
 def draw_heads(heads: Sequence[tuple[str, Matrix]], queries: Sequence[str], keys: Sequence[str]) -> str:
     """Heads side by side: a line from each query (left) to each key (right), as thick as the weight."""
-    panel, row_height = PANEL_WIDTH, ROW_HEIGHT
-    height = TOP + row_height * max(len(queries), len(keys)) + 26
-    parts = []
-    for number, (name, weights) in enumerate(heads):
-        x, color = number * panel, COLORS[number % len(COLORS)]
-        parts.append(f'<text x="{x + 8}" y="16" font-weight="600" fill="{color}">{escape(localise(name))}</text>')
-        for side, name, anchor in ((x + 90, "query", "end"), (x + 210, "key", "start")):
-            parts.append(
-                f'<text x="{side}" y="{height - 8}" text-anchor="{anchor}" font-style="italic">{localise(name)}</text>'
-            )
-        for side, tokens, anchor in ((x + 90, queries, "end"), (x + 210, keys, "start")):
-            parts += [
-                f'<text x="{side}" y="{TOP + row_height * (row + 0.7):g}" text-anchor="{anchor}">{escape(token)}</text>'
-                for row, token in enumerate(tokens)
-            ]
-        strong = [(r, c, weight) for r, line in enumerate(weights) for c, weight in enumerate(line) if weight >= 0.05]
-        parts += [_attention_line(x, (row, column), weight, color) for row, column, weight in strong]
-    return _svg(panel * len(heads), height, escape(", ".join(localise(name) for name, _ in heads)), parts)
+    return "".join(
+        _draw_head(localise(name), weights, queries, keys, COLORS[number % len(COLORS)])
+        for number, (name, weights) in enumerate(heads)
+    )
 
 
-def _attention_line(x: float, ends: tuple[int, int], weight: float, color: str) -> str:
+def _draw_head(name: str, weights: Matrix, queries: Sequence[str], keys: Sequence[str], color: str) -> str:
+    height = TOP + ROW_HEIGHT * max(len(queries), len(keys)) + 26
+    parts = [f'<text x="8" y="16" font-weight="600" fill="{color}">{escape(name)}</text>']
+    for side, axis, tokens, anchor in ((70, "query", queries, "end"), (190, "key", keys, "start")):
+        parts.append(
+            f'<text x="{side}" y="{height - 8}" text-anchor="{anchor}" font-style="italic">{localise(axis)}</text>'
+        )
+        parts += [
+            f'<text x="{side}" y="{TOP + ROW_HEIGHT * (row + 0.7):g}" text-anchor="{anchor}">{escape(token)}</text>'
+            for row, token in enumerate(tokens)
+        ]
+    strong = [(r, c, weight) for r, line in enumerate(weights) for c, weight in enumerate(line) if weight >= 0.05]
+    parts += [_attention_line((row, column), weight, color) for row, column, weight in strong]
+    return _svg(PANEL_WIDTH, height, escape(name), parts)
+
+
+def _attention_line(ends: tuple[int, int], weight: float, color: str) -> str:
     y1, y2 = (TOP + ROW_HEIGHT * (end + 0.5) for end in ends)
     return (
-        f'<line x1="{x + 96}" y1="{y1:g}" x2="{x + 204}" y2="{y2:g}" stroke="{color}" '
+        f'<line x1="76" y1="{y1:g}" x2="184" y2="{y2:g}" stroke="{color}" '
         f'stroke-width="{4 * weight:.2f}"><title>{weight:.3f}</title></line>'
     )
 
@@ -124,7 +135,7 @@ def draw_columns(columns: Sequence[Mapping[str, int]], labels: Sequence[str], ax
     names = [name for name in CLASS_COLORS if any(name in column for column in columns)]
     most, parts = max(sum(column.values()) for column in columns), list[str]()
     for number, column in enumerate(columns):
-        x, y = LEFT + COLUMN_WIDTH * number, float(TOP + COLUMN_HEIGHT)
+        x, y = 4 + COLUMN_WIDTH * number, float(TOP + COLUMN_HEIGHT)
         for name in (name for name in names if column.get(name)):
             letter, color = CLASS_COLORS[name]
             height = COLUMN_HEIGHT * column[name] / most
@@ -133,21 +144,27 @@ def draw_columns(columns: Sequence[Mapping[str, int]], labels: Sequence[str], ax
                 f'<rect x="{x:g}" y="{y:.1f}" width="{COLUMN_WIDTH - 8}" height="{height:.1f}" fill="{color}" '
                 f'stroke="#17181b" stroke-width="0.5"><title>{localise(name)} {column[name]}</title></rect>'
             )
-            if height >= 11:
+            if height >= 12:
                 text = (
-                    f'x="{x + COLUMN_WIDTH / 2 - 4:g}" y="{y + height / 2 + 4:.1f}" text-anchor="middle" font-size="10"'
+                    f'x="{x + COLUMN_WIDTH / 2 - 4:g}" y="{y + height / 2 + 4:.1f}" text-anchor="middle" font-size="11"'
                 )
                 parts.append(f'<text {text} fill="#17181b">{letter} {column[name]}</text>')
         label = f'x="{x + COLUMN_WIDTH / 2 - 4:g}" y="{TOP + COLUMN_HEIGHT + 16}" text-anchor="middle"'
         parts.append(f"<text {label}>{escape(labels[number])}</text>")
-    parts.append(f'<text x="{LEFT}" y="{TOP + COLUMN_HEIGHT + 36}" font-style="italic">{escape(localise(axis))}</text>')
-    legend = LEFT + COLUMN_WIDTH * len(columns) + 12
+    parts.append(f'<text x="4" y="{TOP + COLUMN_HEIGHT + 36}" font-style="italic">{escape(localise(axis))}</text>')
+    width, height = COLUMN_WIDTH * len(columns) + 8, TOP + COLUMN_HEIGHT + 44
+    return _svg(max(width, 300), height, escape(localise(axis)), parts) + _draw_legend(names)
+
+
+def _draw_legend(names: Sequence[str]) -> str:
+    """The colour, letter and name of each class, from the top of a column down."""
+    parts = list[str]()
     for row, name in enumerate(reversed(names)):
         letter, color = CLASS_COLORS[name]
         y = TOP + 20 * row
-        parts.append(f'<rect x="{legend}" y="{y}" width="13" height="13" fill="{color}" stroke="#17181b"/>')
-        parts.append(f'<text x="{legend + 20}" y="{y + 11}">{letter}  {localise(name)}</text>')
-    return _svg(legend + 130, TOP + COLUMN_HEIGHT + 44, escape(localise(axis)), parts)
+        parts.append(f'<rect x="12" y="{y}" width="13" height="13" fill="{color}" stroke="#17181b"/>')
+        parts.append(f'<text x="32" y="{y + 11}">{letter}  {localise(name)}</text>')
+    return _svg(150, TOP + 20 * len(names), escape(", ".join(map(localise, names))), parts)
 
 
 def draw_curves(curves: Sequence[tuple[str, Mapping[int, float]]], x_axis: str, y_axis: str) -> str:
@@ -158,7 +175,7 @@ def draw_curves(curves: Sequence[tuple[str, Mapping[int, float]]], x_axis: str, 
     """
     xs = [math.log(x) for x in curves[0][1]]
     ys = [math.log(y) for _, curve in curves for y in curve.values()]
-    parts, width, height, top = list[str](), 420, 200, TOP + 16  # below the name of the axis
+    parts, width, height, top = list[str](), 300, 200, TOP + 16  # below the name of the axis
 
     def place(x: float, y: float) -> tuple[float, float]:
         across, up = (math.log(x) - xs[0]) / (xs[-1] - xs[0]), (math.log(y) - min(ys)) / (max(ys) - min(ys))
@@ -169,15 +186,15 @@ def draw_curves(curves: Sequence[tuple[str, Mapping[int, float]]], x_axis: str, 
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         dash = ' stroke-dasharray="6 4"' if number else ""
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}/>')
-        label = f'x="{LEFT + width - 60}" y="{top + 14 + 18 * number}" text-anchor="end" fill="{color}"'
+        label = f'x="{LEFT + width}" y="{top + 14 + 18 * number}" text-anchor="end" fill="{color}"'
         parts.append(f"<text {label}>{escape(localise(name))}</text>")
         for (x, y), (count, value) in zip(points, curve.items() if not number else (), strict=False):
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>')
-            parts.append(f'<text x="{x + 6:.1f}" y="{y - 6:.1f}" font-size="10">{value:.2g}</text>')
+            parts.append(f'<text x="{x + 6:.1f}" y="{y - 6:.1f}" font-size="11">{value:.2g}</text>')
             parts.append(f'<text x="{x:.1f}" y="{top + height + 20}" text-anchor="middle">{count}</text>')
     axes = ((f'x="{LEFT}" y="16"', y_axis), (f'x="{LEFT + width}" y="{top + height + 38}" text-anchor="end"', x_axis))
     parts += [f'<text {at} font-style="italic">{escape(localise(axis))}</text>' for at, axis in axes]
-    return _svg(LEFT + width + 60, top + height + 46, escape(localise(y_axis)), parts)
+    return _svg(LEFT + width + 40, top + height + 46, escape(localise(y_axis)), parts)
 
 
 def draw_boxes(boxes: Sequence[tuple[str, Sequence[str]]]) -> str:
@@ -186,14 +203,19 @@ def draw_boxes(boxes: Sequence[tuple[str, Sequence[str]]]) -> str:
     >>> draw_boxes([("A", ["one"]), ("B", ["two"])]).count("stroke-dasharray")
     2
     """
-    parts = list[str]()
-    boxes = [(localise(title), [localise(line) for line in lines]) for title, lines in boxes]
-    for number, (title, lines) in enumerate(boxes):
-        x, color = 8 + (BOX_WIDTH + 28) * number, COLORS[(number + 1) % len(COLORS)]
-        frame = f'x="{x}" y="8" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" fill="none" stroke="{color}"'
-        parts.append(f'<rect {frame} stroke-width="2" stroke-dasharray="6 4" rx="4"/>')
-        parts.append(f'<text x="{x + 10}" y="30" font-weight="600">{escape(title)}</text>')
-        parts += [f'<text x="{x + 10}" y="{52 + 18 * row}">{escape(line)}</text>' for row, line in enumerate(lines)]
-        if number:
-            parts.append(f'<text x="{x - 20}" y="{8 + BOX_HEIGHT / 2:g}" font-size="16">→</text>')
-    return _svg((BOX_WIDTH + 28) * len(boxes), BOX_HEIGHT + 16, escape(", ".join(title for title, _ in boxes)), parts)
+    return "".join(
+        _draw_box(localise(title), [localise(line) for line in lines], number)
+        for number, (title, lines) in enumerate(boxes)
+    )
+
+
+def _draw_box(title: str, lines: Sequence[str], number: int) -> str:
+    """One box, after an arrow if it is not the first."""
+    x, color = 28 if number else 2, COLORS[(number + 1) % len(COLORS)]
+    frame = f'x="{x}" y="8" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" fill="none" stroke="{color}"'
+    parts = [f'<rect {frame} stroke-width="2" stroke-dasharray="6 4" rx="4"/>']
+    parts.append(f'<text x="{x + 10}" y="30" font-weight="600">{escape(title)}</text>')
+    parts += [f'<text x="{x + 10}" y="{52 + 18 * row}">{escape(line)}</text>' for row, line in enumerate(lines)]
+    if number:
+        parts.append(f'<text x="{x - 22}" y="{8 + BOX_HEIGHT / 2:g}" font-size="16">→</text>')
+    return _svg(x + BOX_WIDTH + 4, BOX_HEIGHT + 16, escape(title), parts)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from .language import localise
 
 TERMINAL_WIDTH = 80
-CLOSING = "\uff0c\u3002\uff1b\uff1a\u3001\uff09\u300d\uff01\uff1f"  # characters that no line begins with
+CLOSING = "\uff0c\u3002\uff1b\uff1a\u3001\uff09\u300d\uff01\uff1f\u201d"  # characters that no line begins with
+OPENING = "\uff08\u300c\u300a\u201c"  # characters that no line ends with
 
 
 def text_width(text: str) -> int:
@@ -75,6 +76,8 @@ def wrap(text: str, width: int = TERMINAL_WIDTH, indent: str = "", hanging: str 
     ['a long', 'word 一', '二三']
     >>> wrap("run it in all-of-it", 10)  # commands stay whole
     ['run it in', 'all-of-it']
+    >>> wrap("一二三“四”", 8)
+    ['一二三', '“四”']
     """
     hanging = indent if hanging is None else hanging
     if text_width(text) == len(text):
@@ -90,14 +93,19 @@ def wrap(text: str, width: int = TERMINAL_WIDTH, indent: str = "", hanging: str 
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Single wide characters, and Latin words with the spaces after them."""
+    """Wide characters, and Latin words with the spaces after them; opening brackets and quotes stay with both."""
     word = ""
     for letter in text:
-        if unicodedata.east_asian_width(letter) in "WF":
+        if letter in OPENING:
             if word:
                 yield word
+            word = letter
+        elif unicodedata.east_asian_width(letter) in "WF":
+            if word and word not in OPENING:
+                yield word
+                word = ""
+            yield word + letter
             word = ""
-            yield letter
         elif word.endswith(" ") and letter != " ":
             yield word
             word = letter
