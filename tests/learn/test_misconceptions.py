@@ -170,6 +170,9 @@ def test_the_figure_has_the_weights_at_three_scales():
     weights = [softmax(q @ k.T * scale) for scale in (0, 0.5, 100)]
     figure = ENTRIES["003-6.1"].check().figure
     shown = [float(number) for number in re.findall(r">(\d\.\d\d)</text>", figure)]
+    widths = [float(width) for width in re.findall(r' width="(\d+)" style', figure)]
+    assert len(widths) == 3
+    assert max(widths) < 400  # a phone shows each without scrolling
     assert shown == pytest.approx(np.concatenate([rows.ravel() for rows in weights]), abs=0.00501)
 
 
