@@ -76,8 +76,8 @@ def wrap(text: str, width: int = TERMINAL_WIDTH, indent: str = "", hanging: str 
     ['a long', 'word 一', '二三']
     >>> wrap("run it in all-of-it", 10)  # commands stay whole
     ['run it in', 'all-of-it']
-    >>> wrap("一二三“四”", 8)
-    ['一二三', '“四”']
+    >>> wrap("一二三「四」“五”", 8)
+    ['一二三', '「四」', '“五”']
     """
     hanging = indent if hanging is None else hanging
     if text_width(text) == len(text):
