@@ -38,7 +38,7 @@ def test_the_site_builds_without_warnings(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name", ["README.zh-CN.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.zh.md"))]
+    "name", ["README.zh-CN.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.zh.md"))]
 )
 def test_no_line_ends_between_two_chinese_characters(name: str):
     """Browsers show a line break as a space, which Chinese does not have."""

@@ -154,7 +154,9 @@ def test_the_model_reads_chinese_words_joined():
     net = build_translator()
     reader = examples_from_pairs(net, [("the dog", "我 喜欢 Visual Studio 。")], [((1, 4, True),)])
     assert reader.notes == ("texts with characters that the tokenizer does not know: 1",)
-    assert join_words("我 喜欢 Visual Studio 。")[0] == "我喜欢Visual Studio。"
+    assert join_words("我 喜欢 Visual Studio 。")[0] == "我喜欢 Visual Studio。"
+    assert join_words("日 is day")[0] == "日 is day"
+    assert join_words("ค่า น้ำ です ね 。")[0] == "ค่าน้ำですね。"
 
 
 def test_pairs_with_a_word_inside_a_token_are_left_out():

@@ -17,6 +17,7 @@ from headwise import costs, families, model_spec as bp, models
 from headwise.models import INIT_SCHEMES, EncoderOutput, TokenTypeInput
 from headwise.models.feed_forward import FeedForward, MixtureOfExperts, NormLayer
 from headwise.ops.counter_rng import dropout
+from headwise.serving import Engine
 from support.model_configs import FAMILIES, PUBLIC, TINY
 
 MODEL, WORDS = 12, 11
@@ -668,6 +669,16 @@ def test_a_decoder_without_self_attention_decodes(has_source: bool):
         ids = torch.cat([ids, net(ids, **encoded)[:, -1:].argmax(-1)], 1)
     memory = net.encode(encoded["source"]) if has_source else None
     assert hw.greedy_decode(net, prompt, max_new_tokens=4, encoder_output=memory) == ids[:, 3:].tolist()
+
+
+def test_caches_without_self_attention_are_checked():
+    net = hw.build(model(bp.BlockSpec(feed=bp.FeedForwardSpec(3))))
+    with pytest.raises(hw.SpecError, match="capacity=0; capacity must be at least 1"):
+        net.cache(batch=1, capacity=0)
+    with pytest.raises(hw.SpecError, match="stores no keys or values; leave storage_format='int8' out"):
+        net.cache(batch=1, capacity=5, storage_format="int8")
+    with pytest.raises(hw.SpecError, match="this model has none in the stack that generates"):
+        Engine(net, budget=10**6)
 
 
 def test_a_model_without_vocabulary_has_no_token_outputs():

@@ -109,5 +109,5 @@ while not finder.job.has_ended:
     time.sleep(0.1)
 print(finder.job.state)
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stdout.strip()) == (0, "done"), result.stderr

@@ -148,6 +148,7 @@ BLEU_ORDER = 4  # BLEU counts n-grams of 1 to 4 tokens (Papineni et al. 2002)
 DEFAULT_BLEU_TOKENIZER = "13a"  # sacreBLEU's default, for scripts with spaces between words
 # Scripts without spaces between words, by the beginning of their characters' Unicode names.
 CHARACTER_SCRIPTS = ("HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR")
+FULLWIDTH_NAMES = ("FULLWIDTH", "IDEOGRAPHIC")  # their punctuation, likewise
 MIN_SCRIPT_SHARE = 0.1  # of the letters, from which on the tokenizer of a script is used
 
 
@@ -185,23 +186,29 @@ def choose_bleu_tokenizer(references: Iterable[str]) -> str:
 def join_words(line: str) -> tuple[str, tuple[tuple[int, int], ...]]:
     """The text of words separated by spaces, as its language is written, and the words' character spans.
 
-    Chinese, Japanese, Thai, Lao, Khmer and Burmese words are joined; words in Latin letters stay apart.
+    Two words are joined if one ends and the other begins with a character of a script without spaces (Chinese,
+    Japanese, Thai, Lao, Khmer or Burmese), or if one of these characters is its punctuation.
 
     >>> join_words("我 用 Visual Studio 。")
-    ('我用Visual Studio。', ((0, 1), (1, 2), (2, 8), (9, 15), (15, 16)))
+    ('我用 Visual Studio。', ((0, 1), (1, 2), (3, 9), (10, 16), (16, 17)))
     >>> join_words("the dog")
     ('the dog', ((0, 3), (4, 7)))
     """
-    has_spaces = choose_bleu_tokenizer([line]) == DEFAULT_BLEU_TOKENIZER
-    if has_spaces:
-        return line, tuple(match.span() for match in re.finditer(r"\S+", line))
     text, spans = "", list[tuple[int, int]]()
     for word in line.split():
-        if text and text[-1].isascii() and word[0].isascii():
+        if text and not _are_written_joined(text[-1], word[0]):
             text += " "
         spans.append((len(text), len(text) + len(word)))
         text += word
     return text, tuple(spans)
+
+
+def _are_written_joined(*chars: str) -> bool:
+    """Whether no space is between the last and the first character of two words: see `join_words`."""
+    unspaced = [
+        char for char in chars if unicodedata.name(char, "").startswith(("CJK", *FULLWIDTH_NAMES, *CHARACTER_SCRIPTS))
+    ]
+    return len(unspaced) == len(chars) or any(unicodedata.category(char).startswith("P") for char in unspaced)
 
 
 def score_translations(

@@ -123,7 +123,7 @@ def list_fonts() -> list[str]:
     if not _known_files and not any(font.name in FALLBACK_FONTS for font in fontManager.ttflist):
         _known_files.update(font.fname for font in fontManager.ttflist)
         for path in sorted({*findSystemFonts()} - _known_files):
-            with suppress(OSError, RuntimeError):  # no font that matplotlib can read
+            with suppress(Exception):  # a font that matplotlib cannot read, for whatever reason, as in its own list
                 fontManager.addfont(path)
     installed = {font.name for font in fontManager.ttflist}
     return [DEFAULT_FONT, *(name for name in FALLBACK_FONTS if name in installed)]

@@ -276,8 +276,15 @@ class Transformer(nn.Module):
             layer.cache(batch=batch, capacity=capacity, storage_format=storage_format)
             for layer in self._first_and_last_stack()[1].blocks
         ]
+        if any(layers):
+            return ModelCache(layers)
+        if batch < 0 or capacity < 1:
+            raise SpecError(f"cannot make a cache of batch={batch}, capacity={capacity}; capacity must be at least 1")
+        if storage_format is not None:
+            fact = f"{self.spec.name} has no self-attention, so that it stores no keys or values"
+            raise SpecError(f"{fact}; leave storage_format={storage_format!r} out")
         weight = next(self.parameters())
-        return ModelCache(layers, None if any(layers) else HiddenStateCache(batch, weight.dtype, weight.device))
+        return ModelCache(layers, HiddenStateCache(batch, weight.dtype, weight.device))
 
     def _first_and_last_stack(self) -> tuple[LayerStack, LayerStack]:
         layers = list(self.stacks.values())

@@ -127,6 +127,10 @@ class KVMemory:
             raise SpecError(
                 "the engine caches attention only, and this model has recurrences or convolutions; use hw.generate"
             )
+        if not caches:
+            raise SpecError(
+                "the engine caches self-attention, and this model has none in the stack that generates; use hw.generate"
+            )
         self._is_stateful = [cache.spec.is_recurrent for cache in caches]
         paged = [cache.spec for cache in caches if not cache.spec.is_recurrent]
         like, rows = caches[0], batching.rows

@@ -160,7 +160,7 @@ def check_training(study: Study, variant: Variant, task: StudyTask, spec: ModelS
     """
     where, recipe = "the model", replace(recipe, batch=1, accumulate=1)
     try:
-        net = build(spec, dropout=recipe.dropout, init=recipe.init)
+        net = build(spec, seed=recipe.seed, dropout=recipe.dropout, init=recipe.init)
         where = "a training step"
         with join_process_group() as launch:
             setup = TrainingSetup.of(task.task, spec, recipe, Path(), launch)

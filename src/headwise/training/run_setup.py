@@ -124,8 +124,12 @@ def fit_vocabulary(model_spec: ModelSpec, task_model: ModelSpec) -> ModelSpec:
 
 
 def _fit_embedding(own: StackSpec, like: StackSpec, first: StackSpec) -> EmbeddingSpec | None:
-    if own.embedding is None or like.embedding is None or not (own.embedding.tokens and like.embedding.tokens):
+    if own.embedding is None or like.embedding is None:
         return like.embedding
+    if not (own.embedding.tokens and like.embedding.tokens):
+        return (
+            like.embedding if like.embedding.positions else replace(like.embedding, positions=own.embedding.positions)
+        )
     table = first.name if like.embedding.table else ""
     return replace(own.embedding, tokens=like.embedding.tokens, table=table)
 
