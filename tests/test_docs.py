@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -230,3 +231,12 @@ def test_the_exceptions_of_the_page_are_those_of_the_library():
     assert dict(rows) == {name: one.__bases__[0].__name__ for name, one in classes.items()}
     public = re.findall(r"^\| `hw\.(\w+)`", ERRORS_PAGE, re.MULTILINE)
     assert all(getattr(hw, name) is classes[name] for name in public)
+
+
+VERDICTS = tomllib.loads((ROOT / "tools" / "study_verdicts.toml").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_the_page_of_a_study_has_its_verdict(name: str):
+    page = (ROOT / "docs" / "findings" / f"study-{name}.md").read_text("utf-8")
+    assert " ".join(VERDICTS[name].split()) in " ".join(page.split())

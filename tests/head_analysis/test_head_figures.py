@@ -175,6 +175,23 @@ def write_square_font(path: Path) -> str:
     return name
 
 
+def test_a_font_that_was_installed_after_matplotlib_made_its_list_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from matplotlib import font_manager
+
+    older = [font for font in font_manager.fontManager.ttflist if font.name not in head_figures.FALLBACK_FONTS]
+    name = write_square_font(tmp_path / "square.ttf")
+    (tmp_path / "broken.ttf").write_bytes(b"no font")
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", older)
+    monkeypatch.setattr(head_figures, "_known_files", set())
+    files = [str(tmp_path / "broken.ttf"), str(tmp_path / "square.ttf")]
+    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: files)
+    assert head_figures.list_fonts() == [head_figures.DEFAULT_FONT, name]
+    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: pytest.fail("it looks for fonts again"))
+    assert head_figures.find_undrawable("字") == []
+
+
 @pytest.fixture
 def no_chinese_font(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_figures, "FALLBACK_FONTS", ())

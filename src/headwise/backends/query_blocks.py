@@ -411,7 +411,6 @@ def count_batch_pairs(pattern: Pattern, queries: range, keys: range) -> int:
     return sum(
         _sum_batch_pairs(ResiduePattern(pattern, modulus, residue), own_queries, own_keys, block_size)
         for residue, (own_queries, own_keys) in enumerate(tokens)
-        if own_queries and own_keys
     )
 
 

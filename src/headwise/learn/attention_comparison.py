@@ -372,5 +372,6 @@ def _count_saved_numbers(tokens: int, fused: bool) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = F.scaled_dot_product_attention(q, k, v) if fused else (q @ k.mT / 4).softmax(-1) @ v
-    assert y.requires_grad
-    return sum(sizes.values())
+    total = sum(sizes.values())
+    del y  # until here it kept the saved tensors, whose addresses are the keys
+    return total

@@ -233,8 +233,8 @@ def near_and_far_heads(*, uniform: bool = False) -> Outcome:
     for head in range(trace.get_layer(site).heads):
         weights = torch.as_tensor(trace.head_weights(site, head)).double()
         places = torch.arange(len(weights))
-        apart = (places[:, None] - places).abs().double()
+        distance = (places[:, None] - places).abs().double()
         weights = torch.full_like(weights, 1 / len(weights)) if uniform else weights
-        distances.append(float((weights * apart).sum(-1).mean()))
-    numbers = {"near": min(distances), "far": max(distances), "chance": float(apart.mean())}
+        distances.append(float((weights * distance).sum(-1).mean()))
+    numbers = {"near": min(distances), "far": max(distances), "chance": float(distance.mean())}
     return judge(numbers["far"] > 1.5 * numbers["near"], **numbers, heads=len(distances), tokens=len(places))

@@ -124,7 +124,7 @@ class HeadSupport:
 
     def add_band(self, site: str, band: WeightBand) -> None:
         """Add the rows of a band."""
-        for head, keys in enumerate((band.w_HTS != 0).sum(-1).tolist()):
+        for head, keys in enumerate((band.w_HTS > 0).sum(-1).tolist()):
             total, count = self._sums.get((site, head), (0.0, 0))
             self._sums[site, head] = total + sum(keys), count + len(keys)
 

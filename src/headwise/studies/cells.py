@@ -25,7 +25,7 @@ from .contrasts import Readout
 from .study_file import CELL_EXECUTION, Study, StudyTask, Variant
 from .variant_models import VariantModel, make_variant_model
 
-CELL_FORMAT = 2  # grows when the results of a cell change, so that old results are not mixed with new ones
+CELL_FORMAT = 3  # grows when the results of a cell change, so that old results are not mixed with new ones
 ID_LENGTH = 12
 MIN_CHECKPOINT_STEPS = 50  # shorter runs take seconds, of which checkpoints would be a tenth
 

@@ -43,7 +43,9 @@ HEAD_CAPTION = (
     "Means over heads and seeds. Diversity: how different the heads of a layer attend, 0 equal, 1 disjoint. Support: "
     "keys with a weight above 0, and the standard deviation of their number over heads. Score sd, "
     "rank, change: standard deviation of scores over keys, their effective rank, and what mixing and biases add to "
-    "them as a share. Token residual: how different the tokens of a text are after the last layer, 0 equal."
+    "them as a share. Token residual: how different the tokens of a text are after the last layer, 0 equal. "
+    "Heads that are mixed after the softmax (DCMHA, talking heads) may have negative weights, and entropy, confidence, "
+    "sink and diversity may then leave their usual ranges."
 )
 
 

@@ -47,9 +47,8 @@ def _is_alike(one: object, other: object) -> bool:
 def encode_written(view: OpenModel, site: str, head: int, query: int) -> bytes:
     """The tokens whose logits a head raises and lowers most at a position; or the reason why there are none."""
     net = view.get_model()
-    from ..head_analysis.logit_attribution import (
-        attribute_all_logits,
-    )  # after the model, which imports torch in one thread
+    # After the model, which imports torch in one thread.
+    from ..head_analysis.logit_attribution import attribute_all_logits
     from .lab_runs import find_token_decoder, id_inputs
     from .step_answers import get_native_copy
 
