@@ -141,14 +141,15 @@ class OpenModel:
 
     def get_model(self) -> nn.Module:
         """The open model, loaded if necessary; raises ValueError if only a trace is open."""
-        if not (self.has_model or (self._origin is not None and self._origin.has_model)):
+        if not self.has_model and not (self._origin is not None and self._origin.has_model):
             raise ValueError("only a trace is open; start `headwise view` with the model")
         import_libraries()
         if self.model is None and self._origin is not None:
             self.model = self._origin.get_model()
-        if self.model is None and self.load_model is not None:
+        if self.model is None:
             with self._loading:  # several requests may need the model at once
                 if self.model is None:
+                    assert self.load_model is not None, "has_model was checked"
                     self.model = self.load_model().eval()
         return self.model
 
