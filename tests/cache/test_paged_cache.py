@@ -291,6 +291,24 @@ def test_a_row_sees_nothing_of_the_previous_owner_of_its_pages():
         cases.check_close(last[:, 0], torch.stack([layer(x[:1])[0, 4], layer(x[1:, :2])[0, 1]]))
 
 
+def test_rows_of_one_length_may_keep_different_pages():
+    """Both rows end at 10 tokens, but one of them goes on from an earlier token and still reads an earlier page."""
+    spec = hw.design(model=streams.MODEL, heads=2, pattern="window(3)")
+    layer = cases.layer(spec)
+    cache, x = pooled(layer, 2, page=2), streams.random_tensor(2, 10, streams.MODEL)
+    with torch.no_grad():
+        layer(x[:, :9], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :9], lengths=[6, 9]))
+        new = torch.stack([x[0, 6:], torch.cat([x[1, 9:], x[1, :3]])])  # four tokens; one and padding
+        position = torch.tensor([[6, 7, 8, 9], [9, 10, 11, 12]])
+        segment = torch.tensor([[0, 0, 0, 0], [0, -1, -1, -1]])
+        layer.backend_name = "dense"  # gathers pages into one buffer
+        last = layer(new, cache=cache, sequence=hw.SequenceInfo(position, segment))
+        layer.backend_name = None
+        whole = layer(x)
+    cases.check_close(last[0], whole[0, 6:])
+    cases.check_close(last[1, :1], whole[1, 9:])
+
+
 def test_pages_out_of_reach_are_freed():
     layer = streams.build_layer("sinks")  # the first 2, the latest 3
     pool = PagePool([layer.spec], pages=6, page=2, dtype=torch.float64)
