@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from .arguments import (
     add_language_argument,
     add_overwrite_argument,
     existing_mode,
+    print_note,
     print_page,
     to_json,
 )
@@ -84,7 +84,7 @@ def _write_pages(args: argparse.Namespace, language: str) -> int:
     for document in documents:
         print_page(f"{Words(language).phrase('wrote')} {Path(args.html) / f'{document.id}.html'}")
     if note := font_note(current_language()):
-        print(f"headwise: {note}", file=sys.stderr)
+        print_note(f"headwise: {note}")
     return 0
 
 

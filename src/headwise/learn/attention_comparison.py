@@ -367,11 +367,11 @@ def _count_saved_numbers(tokens: int, fused: bool) -> int:
     sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        sizes[tensor.data_ptr()] = tensor.numel()
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.numel()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = F.scaled_dot_product_attention(q, k, v) if fused else (q @ k.mT / 4).softmax(-1) @ v
     total = sum(sizes.values())
-    del y  # until here it kept the saved tensors, whose addresses are the keys
+    del y  # until here it kept the saved tensors, whose memory is the key
     return total

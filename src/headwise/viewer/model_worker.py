@@ -161,7 +161,8 @@ class ModelWorker:
             progress = JobProgress(job)
             try:
                 progress(0)
-                import_libraries()
+                if self.model.has_model:
+                    import_libraries()
                 with self.lock:
                     job.result = self.job_kinds[job.kind](self.model, job.arguments, progress)
                 job.publish({"state": "done"})
