@@ -1,9 +1,10 @@
 """Findings on a Chinese-English translator: `python tools/chinese_english_findings.py RUN TREEBANK` writes two pages.
 
 RUN is a run of the task parallel with the recipe docs/findings/chinese-english.toml, and TREEBANK is
-zh_hk-ud-test.conllu of UD_Chinese-HK. The pages docs/findings/chinese-english.md and chinese-english.zh.md have commands and their outputs.
-Words are aligned by eflomal and Chinese words found by jieba: `pip install eflomal jieba`. It takes about half an hour.
-"What was found" is written by a person in chinese_english_pages.toml; write it anew for another run.
+zh_hk-ud-test.conllu of UD_Chinese-HK. The pages docs/findings/chinese-english.md and chinese-english.zh.md have
+commands and their outputs. Words are aligned by eflomal and Chinese words found by jieba: `pip install eflomal jieba`.
+It takes about half an hour. "What was found" is written by a person in chinese_english_pages.toml; write it anew for
+another run.
 """
 
 from __future__ import annotations
