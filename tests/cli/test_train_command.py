@@ -11,16 +11,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import headwise as hw
 from headwise.cli import main, train
 from headwise.costs import count_parameters, roofline
-from headwise.data import make_task
+from headwise.data import make_task, open_data
 from headwise.families import read_model_spec
 from headwise.files import read_lines
-from headwise.model_spec import EmbeddingSpec, ModelSpec
+from headwise.model_spec import EmbeddingSpec, ModelSpec, PositionSpec
 from headwise.models import load
 from headwise.training import ConsoleLogger, run_setup
 from headwise.training.loss import check_model
@@ -322,3 +323,14 @@ def test_the_memory_of_training_is_that_of_optimiser_ranks_and_device(
     size = f"{needed / 1e9:,.1f} GB"
     assert f"need {size}{' per rank' if 'parallelism' in changes else ''}, and " in str(caught.value)
     assert f" has {size}; choose a smaller model" in str(caught.value)
+
+
+def test_frames_get_the_positions_of_the_named_model(tmp_path: Path):
+    """The task's own model has rotary positions, which BERT has not: without its table it would see no order."""
+    rng = np.random.default_rng(0)
+    frames, labels = rng.normal(size=(40, 12, 5)).astype(np.float32), rng.integers(0, 3, size=(40, 12))
+    np.savez(tmp_path / "frames.npz", frames=frames, labels=labels)
+    task = open_data(str(tmp_path / "frames.npz"), {})
+    embedding = fit_vocabulary(read_model_spec("bert-base"), task.model()).stacks[0].embedding
+    assert embedding is not None
+    assert embedding.positions == PositionSpec("learned", 12)

@@ -208,6 +208,12 @@ def test_arcs_of_tokens_that_are_of_no_word_are_refused():
         DependencyScores().start_example(Example(None, {"text": changed}, dependencies=arcs))
 
 
+def test_examples_without_tokens():
+    DependencyScores().start_example(Example(None, {}))
+    with pytest.raises(ValueError, match="dependencies but no tokens"):
+        DependencyScores().start_example(Example(None, {}, dependencies=[(0, 1, "obj")]))
+
+
 def test_unknown_conventions_are_refused():
     with pytest.raises(ValueError, match="unknown convention='clarke'; did you mean 'clark'"):
         DependencyScores(convention="clarke")

@@ -136,8 +136,10 @@ class DependencyScores:
 
     def start_example(self, example: Example) -> None:
         """Read the dependencies of the example."""
-        self._tokens, self._pairs = example.streams[example.parsed_stream], None
+        self._tokens, self._pairs = example.streams.get(example.parsed_stream), None
         if example.dependencies:
+            if self._tokens is None:
+                raise ValueError("the example has dependencies but no tokens; give the streams that they belong to")
             self._pairs = make_dependency_pairs(
                 example.dependencies, self._words.group_words(self._tokens), self.convention
             )

@@ -102,8 +102,9 @@ def _replace_spec(spec: AttentionSpec, edit: AttentionEdit, keep_positional: boo
 def fit_vocabulary(model_spec: ModelSpec, task_model: ModelSpec) -> ModelSpec:
     """Model spec with the vocabularies and outputs of a task's own model; layers, width and positions are kept.
 
-    Tables are shared by source, target and outputs as far as their vocabularies are. For images, the whole embedding
-    and the output head are those of the task's model. Raises SpecError for another kind of model.
+    Tables are shared by source, target and outputs as far as their vocabularies are. For images and frames, the
+    embedding and the output head are those of the task's model, with positions as in the model if the task's has none.
+    Raises SpecError for another kind of model.
 
     >>> from headwise.families import read_model_spec
     >>> from headwise.data import make_task
@@ -127,9 +128,11 @@ def _fit_embedding(own: StackSpec, like: StackSpec, first: StackSpec) -> Embeddi
     if own.embedding is None or like.embedding is None:
         return like.embedding
     if not (own.embedding.tokens and like.embedding.tokens):
-        return (
-            like.embedding if like.embedding.positions else replace(like.embedding, positions=own.embedding.positions)
-        )
+        positions, patches = own.embedding.positions, like.embedding.patches
+        if like.embedding.positions or positions is None or patches is None:
+            return like.embedding
+        length = positions.length and like.embedding.first + patches.num_patches
+        return replace(like.embedding, positions=replace(positions, length=length))
     table = first.name if like.embedding.table else ""
     return replace(own.embedding, tokens=like.embedding.tokens, table=table)
 
