@@ -170,15 +170,15 @@ def circuits_of_a_model(*, site: str = "decoder.1.cross") -> Outcome:
 
     A self-attention layer of the translator has rotary embeddings, so its scores depend on the distance too.
     """
-    circuits = get_circuits(load_sample_model())[site]
-    head, x = circuits.qk_circuit(0), sample(1, 7, circuits.spec.model).float()
-    z, probe = sample(2, 9, circuits.spec.model).float(), Probe("scores")
+    circuits = get_circuits(load_sample_model().double())[site]
+    head, x = circuits.qk_circuit(0), sample(1, 7, circuits.spec.model)
+    z, probe = sample(2, 9, circuits.spec.model), Probe("scores")
     other = z if site.endswith("cross") else x
     circuits.layer(x[None], source=z[None] if site.endswith("cross") else None, probe=probe)
     scores = (x @ head.left @ head.right @ other.T).detach() / math.sqrt(circuits.spec.heads.dim)
     computed = probe.tensors["scores"][0, 0].detach()
     difference = largest_difference(scores, computed) / float(computed.abs().max())
-    return judge(difference < 1e-4, difference=difference, model=circuits.spec.model, rank=head.left.shape[1])
+    return judge(difference < 1e-12, difference=difference, model=circuits.spec.model, rank=head.left.shape[1])
 
 
 def value_output_circuit(*, with_output: bool = True) -> Outcome:
