@@ -6,6 +6,7 @@ from functools import cache
 
 from headwise.learn.catalogue import find_entries
 from headwise.learn.entry import Entry, Result
+from headwise.learn.entry_text import Words
 
 # Entries of `headwise learn` in each part of the pages.
 CONCEPTS = {
@@ -29,7 +30,6 @@ CONCEPTS = {
     "misconceptions": "003-7.1 003-7.2 003-7.3 003-7.4 003-7.5 003-7.5b",
     "questions": "003-6.1 003-6.2 003-6.3 003-6.4 003-6.5 003-6.6 003-6.6b 003-6.7",
 }
-VERDICTS_ZH = {"holds": "成立", "holds if": "有条件地成立", "wrong": "不成立"}
 
 
 @cache
@@ -52,4 +52,4 @@ def concept_item(entry_id: str, language: str) -> str:
     if language == "en":
         return f"- **{statement}** *{result.verdict.value}*. {reason} {command}"
     space = "" if reason.endswith("。") else " "  # the Chinese full stop has a space of its own
-    return f"- **{statement}** *{VERDICTS_ZH[result.verdict.value]}*。{reason}{space}{command}"
+    return f"- **{statement}** *{Words(language).verdict(result.verdict)}*。{reason}{space}{command}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from headwise.learn.entry import Text, Verdict
 from headwise.learn.entry_text import MARKS, Words, plain_formula, wrap_page
 from headwise.translation.terminal_text import align_table, text_width
 
+ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = catalogue.load_entries()
 
 
@@ -126,6 +128,22 @@ def test_tables_are_aligned_by_width():
 def test_every_verdict_has_a_mark_and_a_word():
     assert set(MARKS) == set(Verdict)
     assert all(Words(language).verdict(verdict) for language in ("en", "zh") for verdict in Verdict)
+
+
+@pytest.mark.parametrize("page", ["concepts", "questions"])
+def test_chinese_pages_print_the_verdicts_of_the_command(page: str):
+    text = (ROOT / "docs" / f"{page}.zh.md").read_text(encoding="utf-8")
+    printed = re.findall(r"^- \*\*.*?\*\* \*(.*?)\*。.*`headwise learn", text, re.MULTILINE)
+    assert printed
+    assert set(printed) <= {Words("zh").verdict(verdict) for verdict in Verdict}
+
+
+def test_chinese_entries_separate_items_as_chinese_does():
+    assert [entry.id for entry in ENTRIES if ", " in Words("zh").reference(entry)] == []
+    assert [entry.id for entry in ENTRIES if Words("en").reference(entry) != entry.reference] == []
+    result = next(entry for entry in ENTRIES if "C3.13" in entry.rows).check()
+    assert "1、7、13 个词元" in result.reason_zh
+    assert "1, 7, 13 tokens" in result.reason_en
 
 
 def test_an_unexpected_verdict_is_reported_with_its_numbers():

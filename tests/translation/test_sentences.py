@@ -13,6 +13,7 @@ from string import Formatter
 import pytest
 
 from headwise import cli
+from headwise.learn.catalogue import load_entries
 from headwise.translation.language import use_language
 from headwise.translation.sentences import CATALOGUE, Template, iter_sentences, read_catalogue, translate
 from headwise.translation.terminal_text import text_width
@@ -90,6 +91,7 @@ def test_every_sentence_of_a_module_has_a_translation(path: Path):
 def test_the_catalogue_has_no_sentence_that_nothing_says():
     files = [path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))]
     texts = [node.value for text in files for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
+    texts += [entry.reference for entry in load_entries()]
     said = "\n".join(text for text in texts if isinstance(text, str)).lower()
     sections = tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))
     joined = list(sections.pop("joined by the code"))

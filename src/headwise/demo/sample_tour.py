@@ -19,7 +19,7 @@ from ..head_analysis.head_figures import CLASS_STYLES, class_group
 from ..head_analysis.head_table import HeadMeasures, HeadTable, Measure
 from ..output_paths import check_output, stage_folder
 from ..traces import Trace
-from ..translation.language import localise
+from ..translation.language import join_clauses, join_items, localise
 from ..translation.terminal_text import label_cell, paragraph, rule, wrap
 from ..viewer.bundled_sample import MODEL, SOURCE, load_sample_model, load_sample_table, load_sample_trace
 from . import before_after, sample_report
@@ -223,11 +223,12 @@ def describe_classes(tour: Tour) -> str:
         for site in sites
     ]
     counts = Counter(class_group(head.classes[0].name) for head in tour.table.heads if head.classes)
-    legend = ", ".join(f"{CLASS_STYLES[name][0]} {localise(name)} {count}" for name, count in counts.most_common())
+    legend = join_items(f"{CLASS_STYLES[name][0]} {localise(name)} {count}" for name, count in counts.most_common())
     title = paragraph(f"The strongest class of each head, over {tour.table.texts}:")
     lines = [*title, *wrap(legend), "", *rows, ""]
     for view in tour.views:
-        lines += wrap(f"{localise(view.name)}, {localise(view.class_name)}: {localise(view.evidence)}.")
+        named = join_clauses([localise(view.name), localise(view.class_name)])
+        lines += wrap(join_clauses([named, localise(f"{view.evidence}.")], ": "))
     return "\n".join(lines)
 
 

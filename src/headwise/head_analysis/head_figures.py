@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SpecError
 from ..files import write_atomically
 from ..output_paths import FIGURE_FILE, FIGURE_METADATA, check_output
-from ..translation.language import current_language, localise
+from ..translation.language import current_language, join_clauses, join_items, localise
 from ..translation.terminal_text import label_cell, text_width, wrap
 from .head_metrics import HEAD_METRICS
 from .head_table import HeadMeasures, HeadTable
@@ -548,7 +548,7 @@ def _legend_lines(table: HeadTable) -> list[str]:
     """Explain the letters of the grid."""
     groups = {class_group(head.classes[0].name) if head.classes else "unclear" for head in table.heads}
     letters = [f"{_class_letter(group)} {localise(group)}" for group in CLASS_STYLES if group in groups]
-    return wrap(f"{', '.join(letters)}; {localise('in lower case if the score is below 0.5')}")
+    return wrap(join_clauses([join_items(letters), localise("in lower case if the score is below 0.5")], "; "))
 
 
 def _grid_lines(table: HeadTable, colour: ColourFunction) -> Iterator[str]:
@@ -592,7 +592,7 @@ def _top_heads(table: HeadTable, group: str, colour: ColourFunction) -> Iterator
         return
     count = len({id(head) for _, head in members})
     counted = localise(f"{count} head{'s' if count > 1 else ''}")
-    yield f"{colour(f'{CLASS_STYLES[group][0]}  {localise(group)}', group)}, {counted}"
+    yield join_clauses([colour(f"{CLASS_STYLES[group][0]}  {localise(group)}", group), counted])
     for head_class, head in members[:HEADS_PER_CLASS]:
-        named = f"{head.site} {head.head}: {localise(head_class.name)} {head_class.score:.2f}"
-        yield from wrap(f"{named}, {localise(head_class.evidence)}", indent="   ")
+        measured = join_clauses([f"{localise(head_class.name)} {head_class.score:.2f}", localise(head_class.evidence)])
+        yield from wrap(join_clauses([f"{head.site} {head.head}", measured], ": "), indent="   ")

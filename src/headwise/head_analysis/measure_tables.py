@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..translation.language import localise
+from ..translation.language import join_items, localise
 from ..translation.terminal_text import cut, pad, pad_left, paragraph, text_width
 from .head_table import HeadTable, Measure
 from .importance_result import ImportanceResult
@@ -80,7 +80,7 @@ def format_head_ranking(table: HeadTable, measure: str) -> str:
             head.site,
             str(head.head),
             *numbers[4 * n : 4 * n + 4],
-            ", ".join(f"{localise(one.name)} {one.score:.2f}" for one in head.classes[:2]),
+            join_items(f"{localise(one.name)} {one.score:.2f}" for one in head.classes[:2]),
         ]
         for n, head in enumerate(heads)
     ]

@@ -19,7 +19,7 @@ from ..surgery.attention_replacement import AttentionChange, replace_attentions
 from ..surgery.conversion import Pool, ToCollaborative, convert
 from ..surgery.model_and_texts import read_model_and_texts
 from ..viewer.bundled_sample import TEXTS, load_sample_model
-from .entry import Outcome, judge, judge_condition
+from .entry import ItemList, Outcome, judge, judge_condition
 from .sampled_tensors import make_layer, sample
 
 PAIRS = [tuple(text.split("\t")) for text in TEXTS]
@@ -161,7 +161,7 @@ def channels_by_distance(*, trained: bool = True) -> Outcome:
         ratio > 2 and float(pairs[best]) > 0.15,
         best=float(pairs[best]),
         others=others,
-        pair=f"{best}, {best + 8}",
+        pair=ItemList(f"{best}, {best + 8}"),
         largest=largest,
     )
 

@@ -13,7 +13,7 @@ from ..escaping import escape_html as escape
 from ..files import write_atomically
 from ..head_analysis.head_figures import find_undrawable
 from ..output_paths import FolderKind
-from ..translation.language import LANGUAGES, SAMPLE, use_language
+from ..translation.language import LANGUAGES, SAMPLE, join_clauses, join_items, use_language
 from .catalogue import Document
 from .entry import Entry, Result, Verdict
 from .entry_text import MARKS, Words, describe_study, plain_formula
@@ -68,7 +68,7 @@ def _link(entry: Entry, result: Result, words: Words) -> str:
 
 
 def _article(entry: Entry, result: Result, words: Words) -> Iterator[str]:
-    rows = f"<span>{escape(', '.join(entry.rows))}</span>" if entry.rows else ""
+    rows = f"<span>{escape(words.items(entry.rows))}</span>" if entry.rows else ""
     verdict = f'<span class="verdict {CLASSES[result.verdict]}">{escape(words.verdict(result.verdict))}</span>'
     yield f'<article id="{entry.id}"><header><h2>{entry.id}</h2><span>{escape(words.kind(entry))}</span>'
     yield f"{verdict}{rows}</header>"
@@ -79,7 +79,7 @@ def _article(entry: Entry, result: Result, words: Words) -> Iterator[str]:
         yield f'<div class="scroll">{result.figure}</div>'
     if entry.run is None:
         yield f'<p class="small">{escape(words.phrase("facts"))}</p>'
-    for name, text in (("reference", entry.reference), ("see", entry.see)):
+    for name, text in (("reference", words.reference(entry)), ("see", entry.see)):
         if text:
             yield f'<p class="small">{escape(words.label(name) + text)}</p>'
     if entry.study:
@@ -115,14 +115,17 @@ class Erratum:
     def cells(self, language: str) -> tuple[str, str, str, str, str]:
         """Id, claim, correction, reference and command; lines of a correction are joined by `<br>`."""
         claim = self.entry.line.fill(language, {})
-        reason = "<br>".join(_as_sentence(line) for line in self.result.reason(language).splitlines())
-        return self.id, claim, reason, self.entry.reference or "-", f"`headwise learn {self.id}`"
+        with use_language(language):
+            reason = "<br>".join(_as_sentence(line) for line in self.result.reason(language).splitlines())
+        reference = Words(language).reference(self.entry) or "-"
+        return self.id, claim, reason, reference, f"`headwise learn {self.id}`"
 
 
 def _as_sentence(line: str) -> str:
     """A row of cells between bars as `first: second, third`; other lines as they are."""
     cells = [cell.strip() for cell in line.split(" | ")]
-    return f"{cells[0]}: {', '.join(cells[1:])}".removeprefix(": ") if len(cells) > 1 else line
+    label, values = [cells[0]] if cells[0] else [], join_items(cells[1:])
+    return join_clauses([*label, values], ": ") if values else line
 
 
 def is_erratum(row: str) -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-LANGUAGES = ("en", "zh")
+from ..translation.language import LANGUAGES, join_items, use_language
+
 Number = float | int | str
 
 
@@ -32,10 +33,12 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Text:
-    """One text in both languages; `{name}` is replaced by a number of the run.
+    """One text in both languages; `{name}` is replaced by a number of the run, or by a list of several.
 
     >>> Text("{n} keys", "{n} 个键").fill("zh", {"n": 3})
     '3 个键'
+    >>> Text("keys {n}", "键 {n}").fill("zh", {"n": ItemList("2, 3")})
+    '键 2、3'
     """
 
     en: str
@@ -45,8 +48,16 @@ class Text:
         """The text in one language, with the numbers filled in."""
         if language not in LANGUAGES:
             raise ValueError(f"there is no language {language!r}; use one of {', '.join(LANGUAGES)}")
-        shown = {name: _Shown(value) if isinstance(value, float) else value for name, value in numbers.items()}
-        return (self.zh if language == "zh" else self.en).format_map(shown)
+        with use_language(language):
+            shown = {name: _Shown(value) if isinstance(value, float) else value for name, value in numbers.items()}
+            return (self.zh if language == "zh" else self.en).format_map(shown)
+
+
+class ItemList(str):
+    """Items of a list, separated by a comma and a space; a Chinese text separates them by its own comma."""
+
+    def __format__(self, spec: str) -> str:
+        return join_items(self.split(", "))
 
 
 class _Shown(float):
@@ -152,7 +163,7 @@ class Entry:
         outcome = Outcome(self.verdict) if self.run is None else self.run()
         text, numbers = self.reason_text, outcome.numbers
         if outcome.verdict != self.verdict:
-            listed = ", ".join(f"{name} = {value}" for name, value in numbers.items())
+            listed = ItemList(", ".join(f"{name} = {value}" for name, value in numbers.items()))
             text, numbers = UNEXPECTED, {"expected": self.verdict.value, "numbers": listed}
         return Result(
             outcome.numbers, outcome.verdict, text.fill("en", numbers), text.fill("zh", numbers), outcome.figure

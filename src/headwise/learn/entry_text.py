@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..translation.language import localise, use_language
+from ..translation.language import join_clauses, join_items, localise, use_language
 from ..translation.terminal_text import align_table, pad, wrap
 from .catalogue import Document, list_topics
 from .entry import Entry, Result, Verdict
@@ -50,6 +50,17 @@ class Words:
         """The name of the kind of an entry."""
         return self._translate(entry.kind.value)
 
+    def items(self, items: Iterable[str]) -> str:
+        """The items in one text."""
+        with use_language(self.language):
+            return join_items(items)
+
+    def reference(self, entry: Entry) -> str:
+        """The cited papers and their parts."""
+        with use_language(self.language):
+            papers = (join_clauses(map(localise, paper.split(", "))) for paper in entry.reference.split("; "))
+            return join_clauses(papers, "; ")
+
     def phrase(self, name: str) -> str:
         """A phrase of `PHRASES`."""
         return self._translate(PHRASES[name])
@@ -60,7 +71,8 @@ class Words:
         >>> Words("en").label("see") + "headwise view"
         'More: headwise view'
         """
-        return self.phrase(name) + ("\uff1a" if self.language == "zh" else ": ")
+        with use_language(self.language):
+            return join_clauses([localise(PHRASES[name]), ""], ": ")
 
     def _translate(self, text: str) -> str:
         with use_language(self.language):
@@ -118,7 +130,7 @@ def _wrap_paragraph(paragraph: str, indent: str) -> list[str]:
 def format_entry(entry: Entry, result: Result, language: str) -> str:
     """One entry: its quote, the statement, the verdict and the reason with the numbers of the run."""
     words = Words(language)
-    rows = f"  {', '.join(entry.rows)}" if entry.rows else ""
+    rows = f"  {words.items(entry.rows)}" if entry.rows else ""
     lines = [f"{MARKS[result.verdict]} {entry.id}  {words.kind(entry)}  {words.verdict(result.verdict)}{rows}"]
     lines += wrap_page(f"「{plain_formula(entry.quote_zh)}」", indent="    ")
     lines += wrap_page(entry.line.fill(language, {}), indent="    ")
@@ -128,7 +140,7 @@ def format_entry(entry: Entry, result: Result, language: str) -> str:
     if result.figure:
         lines += wrap_page(words.phrase("figure"), indent="    ")
     if entry.reference:
-        lines += wrap_page(f"{words.label('reference')}{entry.reference}", indent="    ")
+        lines += wrap_page(f"{words.label('reference')}{words.reference(entry)}", indent="    ")
     if entry.see:
         lines += wrap_page(f"{words.label('see')}{entry.see}", indent="    ")
     if entry.study:
@@ -141,7 +153,9 @@ def describe_study(study: str, words: Words) -> list[str]:
     title, command, runs = words.label("study"), study_command(study), find_study_runs(study)
     if not runs:
         return [f"{title}{words.phrase('no_run')} {command}"]
-    head = f"{title}{words.phrase('stored')} {runs[0].folder}; {words.phrase('again')} {command}"
+    with use_language(words.language):
+        stored = [f"{title}{words.phrase('stored')} {runs[0].folder}", f"{words.phrase('again')} {command}"]
+        head = join_clauses(stored, "; ")
     return [head, *(f"- {claim}" for claim in runs[0].claims)]
 
 
@@ -156,7 +170,7 @@ def format_list(documents: Sequence[Document], language: str) -> str:
 
 def _list_line(entry: Entry, words: Words) -> str:
     head = f"{pad(entry.id, 12)}{pad(words.verdict(entry.verdict), 11)}"
-    rows = f" ({', '.join(entry.rows)})" if entry.rows else ""
+    rows = f" ({words.items(entry.rows)})" if entry.rows else ""
     return f"{head}{pad(entry.topic, 20)} {entry.line.fill(words.language, {})}{rows}"
 
 
@@ -168,15 +182,15 @@ def format_overview(documents: Sequence[Document], language: str) -> str:
         lines.append(f"  {document.id}  {document.title.fill(language, {})}")
         lines.append(f"       {_count_verdicts(document.entries, words)}")
     topics = list_topics([entry for document in documents for entry in document.entries])
-    lines += ["", words.phrase("topics"), "", *wrap(", ".join(topics), indent="  "), "", words.phrase("start"), ""]
+    lines += ["", words.phrase("topics"), "", *wrap(words.items(topics), indent="  "), "", words.phrase("start"), ""]
     lines += [f"  headwise learn {name}" for name in ("003", "softmax-scale", "C1.4")]
     return "\n".join(lines)
 
 
 def _count_verdicts(entries: Iterable[Entry], words: Words) -> str:
     counts = Counter(entry.verdict for entry in entries)
-    comma = "\uff0c" if words.language == "zh" else ", "
-    listed = comma.join(f"{counts[verdict]} {words.verdict(verdict)}" for verdict in Verdict if counts[verdict])
+    with use_language(words.language):
+        listed = join_clauses(f"{counts[verdict]} {words.verdict(verdict)}" for verdict in Verdict if counts[verdict])
     return f"{counts.total()} {words.label('entries')}{listed}"
 
 

@@ -12,7 +12,7 @@ from ..demo import soft_lookup
 from ..demo.soft_lookup import KEYS, QUERY, VALUES
 from ..nn.tensor_attention import attend
 from ..presets import design, from_toml
-from .entry import Outcome, judge
+from .entry import ItemList, Outcome, judge
 from .sampled_tensors import largest_difference, make_layer, sample
 
 
@@ -27,7 +27,7 @@ def between_neighbours(*, query: float = QUERY) -> Outcome:
 def indices_of_neighbours(*, query: float = QUERY) -> Outcome:
     """Indices, from 1, of the two keys next to the query."""
     order = sorted(range(len(KEYS)), key=lambda n: abs(KEYS[n] - query))[:2]
-    nearest = ", ".join(str(n + 1) for n in sorted(order))
+    nearest = ItemList(", ".join(str(n + 1) for n in sorted(order)))
     return judge(nearest == "1, 2", indices=nearest)
 
 
@@ -59,7 +59,7 @@ def query_at_every_key(*, keys: tuple[float, ...] = (51.0,), query: float = 51.0
     """The distance weights if the query equals every key, and the weights of softmax for the same keys."""
     try:
         weights = soft_lookup.distance_weights(query, keys)
-        distance = ", ".join(f"{weight:g}" for weight in weights)
+        distance = ItemList(", ".join(f"{weight:g}" for weight in weights))
     except ZeroDivisionError:
         distance = "0/0"
     softmax = torch.softmax(torch.tensor([-((query - key) ** 2) / 2 for key in keys]), 0)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ..escaping import escape_svg as escape
-from ..translation.language import localise
+from ..translation.language import join_items, localise
 from ..translation.terminal_text import text_width
 
 CELL_WIDTH, CELL_HEIGHT, GAP, TOP, LEFT = 40, 26, 24, 26, 34
@@ -164,7 +164,7 @@ def _draw_legend(names: Sequence[str]) -> str:
         y = TOP + 20 * row
         parts.append(f'<rect x="12" y="{y}" width="13" height="13" fill="{color}" stroke="#17181b"/>')
         parts.append(f'<text x="32" y="{y + 11}">{letter}  {localise(name)}</text>')
-    return _svg(150, TOP + 20 * len(names), escape(", ".join(map(localise, names))), parts)
+    return _svg(150, TOP + 20 * len(names), escape(join_items(map(localise, names))), parts)
 
 
 def draw_curves(curves: Sequence[tuple[str, Mapping[int, float]]], x_axis: str, y_axis: str) -> str:

@@ -18,7 +18,7 @@ from ..nn.tensor_attention import attend
 from ..presets import design, from_toml
 from ..viewer.bundled_sample import load_sample_model, load_sample_trace
 from .attention_mechanism import cost_by_heads
-from .entry import Outcome, judge, judge_condition
+from .entry import ItemList, Outcome, judge, judge_condition
 from .matrix_figures import draw_matrices
 from .parameters_and_scaling import sample_scores
 from .sampled_tensors import largest_difference, make_layer, sample
@@ -224,7 +224,7 @@ def unequal_lengths(*, queries: int = 7, keys: int = 13, modifiers: str = "") ->
     padded = layer(x, mask=mask)[:, :queries].detach()
     difference = largest_difference(padded, layer(x[:, :queries]).detach())
     works = cross == (1, queries, 12) and [shape[1] for shape in shapes] == [1, queries, keys]
-    return judge(not works, cross=f"{cross[1]} x {keys}", padded=difference, lengths=f"1, {queries}, {keys}")
+    return judge(not works, cross=f"{cross[1]} x {keys}", padded=difference, lengths=ItemList(f"1, {queries}, {keys}"))
 
 
 def order_without_positions(*, pattern: str = "full()", positions: bool = False) -> Outcome:

@@ -15,7 +15,7 @@ from ..nn.attention import Attention
 from ..parts import REGISTRY
 from ..presets import design, from_toml
 from .attention_mechanism import attention_formula, gru_steps
-from .entry import Outcome, judge, judge_condition
+from .entry import ItemList, Outcome, judge, judge_condition
 from .matrix_figures import draw_heads
 from .measured_layers import table_beside_recurrence, table_of_lengths
 from .sampled_tensors import largest_difference, make_layer, sample
@@ -255,7 +255,7 @@ def weights_are_no_parameters(*, learned: bool = False) -> Outcome:
     layer = make_layer(from_toml(LEARNED.format("length = 7")) if learned else design(model=16, heads=2))
     names = sorted(name for name, _ in layer.named_parameters())
     change = largest_difference(*(_weights_of(layer, sample(seed, 1, 7, 16)) for seed in (1, 2)))
-    return judge(change > 1e-6, names=", ".join(names), change=change)
+    return judge(change > 1e-6, names=ItemList(", ".join(names)), change=change)
 
 
 def three_square_matrices(*, output: bool = True) -> Outcome:

@@ -5,15 +5,16 @@ A context variable holds it, so that the reports of the library need no argument
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
 from typing import TextIO
 
-from .sentences import translate
+from .sentences import SEPARATORS, translate
 
 LANGUAGES = ("en", "zh")
+ITEM_SEPARATORS = {"en": ", ", "zh": "\u3001"}
 LOCALE_NAMES = ("LC_ALL", "LC_MESSAGES", "LANG")  # the first that is set decides
 OPTION = "--lang"
 SAMPLE = "\u4e2d\u6587"  # the word for Chinese, in Chinese
@@ -53,6 +54,28 @@ def localise(text: str) -> str:
         return text
     before, _, after = text.partition(words)
     return f"{before}{translate(words) or words}{after}"
+
+
+def join_items(items: Iterable[str]) -> str:
+    """The items of a list in one text, separated as in the current language.
+
+    >>> with use_language("zh"):
+    ...     join_items(["1", "7", "13"])
+    '1、7、13'
+    """
+    return ITEM_SEPARATORS[current_language()].join(items)
+
+
+def join_clauses(clauses: Iterable[str], separator: str = ", ") -> str:
+    """The parts of a sentence in one text; a comma, colon or semicolon between them is that of the current language.
+
+    >>> join_clauses(["3 hold", "1 is wrong"])
+    '3 hold, 1 is wrong'
+    >>> with use_language("zh"):
+    ...     join_clauses(["a", "b"], "; ") == "a\uff1bb"
+    True
+    """
+    return (dict(SEPARATORS)[separator] if current_language() == "zh" else separator).join(clauses)
 
 
 def choose_language(argv: Sequence[str], environment: Mapping[str, str]) -> str:
