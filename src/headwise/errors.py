@@ -1,4 +1,4 @@
-"""The exceptions of headwise. Every message gives the fact, the values and a remedy."""
+"""The exceptions of headwise and words of their messages, which give the fact, the values and a remedy."""
 
 from __future__ import annotations
 
@@ -40,3 +40,12 @@ def suggest(word: str, names: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(word, list(names), n=1)
     return f"did you mean {close[0]!r}?" if close else "use one of " + ", ".join(sorted(names))
+
+
+def pluralise(count: int, what: str) -> str:
+    """Return a count with its noun.
+
+    >>> pluralise(1, "row"), pluralise(2000, "row")
+    ('1 row', '2,000 rows')
+    """
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"

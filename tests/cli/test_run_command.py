@@ -232,7 +232,7 @@ def test_translations_are_scored(run: Run, translator: Path, tmp_path: Path):
     assert json.loads(out)["scores"] == {name: getattr(translations, name) for name in vars(translations)}
     code, out, err = run(translator, "--score", references, *short, stdin=lines[:2])
     assert (code, out.splitlines()) == (2, answers[:2])
-    missing = f"headwise: 2 lines were answered, but {references} has 3; give one reference per line\n"
+    missing = f"headwise: 2 lines answered, but {references} has 3; give one reference per line\n"
     assert err == missing
     code, out, err = run(translator, "--score", references, "--json", *short, stdin=lines[:2])
     assert (code, err) == (2, missing)

@@ -243,7 +243,8 @@ def test_ctrl_c_saves_the_current_step_and_prints_how_to_resume(
 
 def test_numbers_of_the_result_are_in_one_column():
     metrics = {"loss": 3.25, "accuracy@distance<=16": 0.5, "exact_match@block=20": 12.5}
-    lines = train._format_result({"task": "copy", "steps": 3, "seconds": 1.0, "metrics": metrics}, "runs").splitlines()
+    lines = train._format_result({"task": "copy", "steps": 1, "seconds": 1.0, "metrics": metrics}, "runs").splitlines()
+    assert lines[0] == "copy: 1 step in 1 s, saved in runs"
     assert len({len(line) for line in lines[1:]}) == 1
 
 

@@ -124,7 +124,7 @@ def test_ranks_of_one_worker_go_on_in_one_stream(two: tuple[Path, list[dict[str,
 REFUSED = {
     "mixed": "SpecError: decoder.0.attention: talking_heads joins the scores of 4 heads, so that none can be computed "
     "without the others; use data= or context= instead of tensor=",
-    "one head": "SpecError: decoder.0.attention: 1 heads cannot be divided among 2 ranks; use tensor=1 or less",
+    "one head": "SpecError: decoder.0.attention: cannot divide 1 head among 2 ranks; use tensor=1 or less",
     "pixels": "SpecError: encoder embeds pixels or frames, so its rows cannot be divided into tokens beforehand; "
     "use data= or tensor= instead of context=",
     "compiled": "SpecError: compile='on' does not support collectives inside layers (tensor=2); use compile='off'",

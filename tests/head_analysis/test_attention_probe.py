@@ -152,7 +152,7 @@ def test_texts_without_arcs_are_left_out_and_counted():
     net, examples = build_model(BERT), planted(build_model(BERT), 4, 10)
     root = replace(examples[0], dependencies=[(2, -1, "root"), (2, 2, "root")])
     attention_probe = train_attention_probe(net, [*examples, root])
-    assert attention_probe.notes == ("1 texts without dependencies were left out",)
+    assert attention_probe.notes == ("left out 1 text without dependencies",)
 
 
 def test_unsupported_models_are_refused():

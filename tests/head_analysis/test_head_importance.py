@@ -438,7 +438,7 @@ def test_texts_without_labels_are_skipped_and_counted():
     texts = [*make_examples(net, 3), Example({"x": random_ids(0, 1)}, {})]
     result = estimate_importance(net, texts)
     assert result.texts == 3
-    assert "1 texts without any target were left out" in result.notes
+    assert "left out 1 text without any target" in result.notes
 
 
 def test_a_result_is_plain_values():

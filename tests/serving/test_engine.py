@@ -558,7 +558,7 @@ SMALL = 30_000
         ("gqa", [1], {"config": hw.DecodingConfig(beams=2)}, "hw.generate"),
         ("gqa", "text", {}, "has no tokenizer"),
         ("learned", [1] * 65, {}, "a prompt of 65 tokens is 1 longer than the 64 positions"),
-        ("learned", [1] * 60, {"max_new_tokens": 6}, "60 tokens and 6 new ones are 1 more than the 64 positions"),
+        ("learned", [1] * 60, {"max_new_tokens": 6}, "60 tokens and 6 new are 1 more than the 64 positions"),
         ("prefix", [1, 2], {}, "the prompt has 2 tokens, but this attention pattern needs at least 3"),
         ("gqa", [1] * 900, {}, r"a request of 963 tokens needs 61 pages of 1,024 bytes and the budget of 30,000 bytes"),
     ],

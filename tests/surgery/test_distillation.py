@@ -177,7 +177,7 @@ def test_texts_without_labels_are_skipped_and_reported():
     net = build_model(GPT2)
     texts = DistillationTexts(net, [Example({"x": random_ids(n, 1 + n)}, {}) for n in range(4)])
     assert texts.numbers == [1, 2, 3]
-    assert "1 texts without targets" in texts.notes[-1]
+    assert "left out 1 text without targets" in texts.notes[-1]
 
 
 # --- learning ------------------------------------------------------------------------------------------

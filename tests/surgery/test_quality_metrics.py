@@ -200,7 +200,7 @@ def test_too_few_texts_give_no_interval_and_skipped_texts_are_counted():
         measure_quality(net, [texts[0], short])
     found = measure_quality(net, [*texts, short])
     assert found.texts == len(texts)
-    assert "1 texts without targets were left out" in found.notes
+    assert "left out 1 text without targets" in found.notes
 
 
 def test_numbers_that_are_not_finite_are_refused():

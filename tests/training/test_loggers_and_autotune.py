@@ -26,6 +26,12 @@ STEP = {"event": "step", "step": 3, "loss": 0.5, "rate": 0.1, "tokens_per_second
 EVALUATION_RECORD = {"event": "evaluation", "step": 3, "metrics": {"loss": 0.25, "accuracy@date": 0.5}, "best": True}
 
 
+def test_one_step_is_named_in_the_singular(tmp_path: Path):
+    stream = io.StringIO()
+    ConsoleLogger(stream).open(tmp_path, {**CONFIG, "recipe": {"steps": 1}})
+    assert ", 1 step, 1,234 parameters" in stream.getvalue()
+
+
 class Calls(types.ModuleType):
     """A package that notes how it is called; what it makes notes in the same list."""
 

@@ -79,9 +79,9 @@ def test_means_are_those_of_the_open_text(gpt: tuple[OpenModel, Any, list[Exampl
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"heads": [[1, 0]], "texts": ["one", " "]}, "1 texts are no evaluation set; give 2 to 256, one a line"),
-        ({"heads": [[1, 0]], "texts": ["a"] * (MAX_TEXTS + 1)}, "257 texts are no evaluation set"),
-        ({"heads": [[1, 0]]}, "0 texts are no evaluation set"),
+        ({"heads": [[1, 0]], "texts": ["one", " "]}, "cannot evaluate on 1 text; give 2 to 256, one a line"),
+        ({"heads": [[1, 0]], "texts": ["a"] * (MAX_TEXTS + 1)}, "cannot evaluate on 257 texts"),
+        ({"heads": [[1, 0]]}, "cannot evaluate on 0 texts"),
         ({"heads": [], "texts": LINES}, "no head is ablated"),
         ({"heads": [[1, 0, "resample"]], "texts": LINES}, "ablate at all tokens, by zero, mean or noise"),
         ({"heads": [[1, 0]], "texts": LINES, "tokens": {"text": [2]}}, "other texts have other tokens"),

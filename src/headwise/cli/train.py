@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import SpecError, suggest
+from ..errors import SpecError, pluralise, suggest
 from . import known_names
 from .argument_checks import (
     check_choice,
@@ -380,5 +380,5 @@ def _load_weights(path: Path, task: Task, recipe: Recipe) -> Transformer:
 def _format_result(data: Mapping[str, Any], out: str) -> str:
     width = max([20, *map(len, data["metrics"])])
     scores = [f"  {name:<{width}}{value:>10.4f}" for name, value in data["metrics"].items()]
-    summary = f"{data['task']}: {data['steps']} steps in {data['seconds']:.0f} s, saved in {out}"
+    summary = f"{data['task']}: {pluralise(data['steps'], 'step')} in {data['seconds']:.0f} s, saved in {out}"
     return "\n".join([summary, *scores])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import SpecError, suggest
+from ..errors import SpecError, pluralise, suggest
 from ..model_spec import ModelSpec
 from ..spec.attention_spec import AttentionSpec
 from ..translation.language import localise
@@ -406,9 +406,9 @@ def _list_notes(estimate: CostEstimate) -> Iterator[str]:
 def _format_header(estimates: Sequence[CostEstimate]) -> list[str]:
     """Lines that describe the workload, and the models if there are any."""
     workload = estimates[0].workload
-    rows = "row" if workload.batch == 1 else "rows"
-    tokens = f"{workload.context:,} tokens" + (f" and {workload.generate:,} generated" if workload.generate else "")
-    header = f"{workload.batch:,} {rows} of {tokens}, {workload.dtype}, {Device.from_name(workload.device).description}"
+    rows, tokens = pluralise(workload.batch, "row"), pluralise(workload.context, "token")
+    tokens += f" and {workload.generate:,} generated" if workload.generate else ""
+    header = f"{rows} of {tokens}, {workload.dtype}, {Device.from_name(workload.device).description}"
     if all(isinstance(estimate.spec_or_model, AttentionSpec) for estimate in estimates):
         return paragraph(f"one layer, {header}")
     lines = paragraph(header)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import pluralise
 from ..translation.language import localise
 from ..translation.terminal_text import heading_cell, label_cell, paragraph
 from .cost_report import format_seconds
 from .parallelism import ParallelCost, StepCost
 from .roofline import format_gigabytes
-from .serving_capacity import pluralise
 
 NOTE = (
     "Times are lower bounds: every operation waits for what it receives, collectives run in rings at the full "

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from ..errors import SpecError, suggest
+from ..errors import SpecError, pluralise, suggest
 from ..masking.patterns import Causal, Window
 from ..spec.attention_spec import AttentionSpec
 from ..translation.language import localise
@@ -329,7 +329,7 @@ def _fewer_requests(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
         return replace(demand, requests=replace(demand.requests, counts_by_length=tuple(counts)))
 
     if count := last_where(lambda count: first_requests(count).fits, demand.requests.num_requests - 1):
-        yield MemoryRemedy(f"{count:,} row{'s' if count > 1 else ''}", first_requests(count))
+        yield MemoryRemedy(pluralise(count, "row"), first_requests(count))
 
 
 def _fewer_kv_heads(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
@@ -425,12 +425,3 @@ REMEDIES = (
     _paged_allocation,
     _more_devices,
 )
-
-
-def pluralise(count: int, what: str) -> str:
-    """Return a count with its noun.
-
-    >>> pluralise(1, "row"), pluralise(2000, "row")
-    ('1 row', '2,000 rows')
-    """
-    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"

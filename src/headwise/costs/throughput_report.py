@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from ..errors import pluralise
 from ..translation.language import localise
 from ..translation.terminal_text import heading_cell, label_cell, pad, paragraph, text_width
 from .cost_report import format_count, format_seconds
 from .kv_cache_memory import RequestBatch
 from .roofline import MemoryShortfall
-from .serving_capacity import MemoryDemand, max_context, max_requests, min_devices, pluralise
+from .serving_capacity import MemoryDemand, max_context, max_requests, min_devices
 from .serving_cost import ServingStep
 
 MAX_ROWS = 2**16  # the largest batch of the table, if memory allows it

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..errors import SpecError
+from ..errors import SpecError, pluralise
 from ..interfaces.axis_layout import AxisLayout
 from ..model_spec import BlockSpec, ExpertsSpec, FeedForwardSpec, ModelSpec, WeightSpec
 from ..model_spec.model import group_blocks
@@ -133,7 +133,7 @@ def find_independent_heads(spec: AttentionSpec) -> list[list[int]]:
 def _too_few_groups_message(spec: AttentionSpec, groups: int, count: int) -> str:
     outs, score_heads = len(spec.score_head_of_output), range(spec.heads.q)
     if groups == outs:
-        return f"{outs} heads cannot be divided among {count} ranks; use tensor={outs} or less"
+        return f"cannot divide {pluralise(outs, 'head')} among {count} ranks; use tensor={outs} or less"
     mixing_parts = [
         name
         for name, part in spec.parts()

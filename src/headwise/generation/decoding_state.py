@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import SpecError
+from ..errors import SpecError, pluralise
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ModelSpec, StackSpec
 from ..models.embeddings_heads import pool_last
@@ -84,7 +84,7 @@ def estimate_compile_gain(num_layers: int, num_steps: int) -> CompileDecision:
     True
     """
     gain, cost = num_steps * num_layers * SECONDS_SAVED_PER_LAYER, COMPILE_SECONDS[0] + COMPILE_SECONDS[1] * num_layers
-    estimate = f"{num_steps} steps could gain about {gain:.1f} s, compiling takes about {cost:.0f} s"
+    estimate = f"{pluralise(num_steps, 'step')} could gain about {gain:.1f} s, compiling takes about {cost:.0f} s"
     return CompileDecision(gain > cost, f"{'compiled' if gain > cost else 'not compiled'}: {estimate}")
 
 
@@ -323,7 +323,7 @@ def check_prompt_length(spec: ModelSpec, prompt_length: int, max_new_tokens: int
     >>> from headwise import families
     >>> check_prompt_length(families.read_model_spec({"model_type": "gpt2", "n_positions": 8}), 5, 6, None)
     Traceback (most recent call last):
-    ValueError: 5 tokens and 6 new ones are 2 more than the 8 positions of gpt2 can take; ask for at most 4 new ...
+    ValueError: 5 tokens and 6 new are 2 more than the 8 positions of gpt2 can take; ask for at most 4 new ...
     """
     limit = max_positions(spec.stacks[-1])
     if limit is None:
@@ -333,12 +333,13 @@ def check_prompt_length(spec: ModelSpec, prompt_length: int, max_new_tokens: int
         raise ValueError(f"window={window} is more than {where}; give at most window={limit}")
     if prompt_length > limit:
         raise ValueError(
-            f"{prompt_length} tokens are {prompt_length - limit} more than {where}; read the last with window={limit}"
+            f"a prompt of {pluralise(prompt_length, 'token')} is {prompt_length - limit} longer than {where}; "
+            f"read the last with window={limit}"
         )
     beyond = prompt_length + max_new_tokens - 1 - limit  # the last new token is never fed back
     if beyond > 0 and window is None:
-        fact = f"{prompt_length} tokens and {max_new_tokens} new ones are {beyond} more than {where} can take"
-        first = f"ask for at most {max_new_tokens - beyond} new ones"
+        fact = f"{pluralise(prompt_length, 'token')} and {max_new_tokens} new are {beyond} more than {where} can take"
+        first = f"ask for at most {max_new_tokens - beyond} new"
         raise ValueError(f"{fact}; {first}, or go on from the last tokens alone with window={max(1, limit // 2)}")
 
 

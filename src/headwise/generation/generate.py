@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import SpecError
+from ..errors import SpecError, pluralise
 from ..models.transformer import Transformer
 from ..ops.counter_rng import RandomStream
 from .decoding_config import DEFAULT_DECODING, DecodingConfig, check_decoding
@@ -117,7 +117,9 @@ def make_random_streams(seed: SeedOrSeeds, count: int, first_row: int = 0) -> li
     if len(seeds) != count or not all(
         isinstance(row_seed, int) and not isinstance(row_seed, bool) for row_seed in seeds
     ):
-        raise SpecError(f"cannot seed {count} rows with seed={seed!r}; give an integer, or one for each row")
+        raise SpecError(
+            f"cannot seed {pluralise(count, 'row')} with seed={seed!r}; give an integer, or one for each row"
+        )
     return [RandomStream(row_seed) for row_seed in seeds]
 
 

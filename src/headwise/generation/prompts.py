@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import SequenceTooLong, SpecError
+from ..errors import SequenceTooLong, SpecError, pluralise
 from ..masking.sequence_info import SequenceInfo
 from ..models.transformer import EncoderOutput, Transformer
 from .decoding_state import check_prompt_length, max_positions, pad_left, require_language_model
@@ -119,7 +119,7 @@ def _check_prompt(row: list[int], net: Transformer) -> list[int]:
         )
     limit = max_positions(first)
     if limit is not None and len(row) > limit:
-        fact = f"a prompt of {len(row)} tokens is {len(row) - limit} longer than the {limit} positions"
+        fact = f"a prompt of {pluralise(len(row), 'token')} is {len(row) - limit} longer than the {limit} positions"
         raise SequenceTooLong(f"{fact} of {net.spec.name}; shorten it, or use only its end with window={limit}")
     return row
 

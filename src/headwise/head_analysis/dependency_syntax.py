@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import suggest
+from ..errors import pluralise, suggest
 from ..inspect.attention_sites import find_attention
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_streams, is_encoder_decoder
@@ -407,7 +407,7 @@ def train_attention_probe(
         [np.full(len(own[n].dependencies), 1 / (own[n].attention_maps.shape[1] - 1)) for n in test]
     ).mean()
     scores = [_accuracy_measure(hits, float(chance), options) for hits in (*correct, correct_by_offset)]
-    notes = (f"{left_out} texts without dependencies were left out",) if left_out else ()
+    notes = (f"left out {pluralise(left_out, 'text')} without dependencies",) if left_out else ()
     counts = [sum(len(own[n].dependencies) for n in part) for part in (train, test)]
     return ProbeResult(
         scores[0],

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..errors import suggest
+from ..errors import pluralise, suggest
 from . import literature_metrics
 from .dependency_syntax import is_relation_measure
 from .head_table import HeadClass, HeadMeasures, HeadTable, Measure
@@ -78,7 +78,7 @@ def normalised_score(measure: Measure) -> float:
 
 def _evidence_sentence(measure: Measure, template: str, baseline: str = "chance") -> str:
     interval = "" if math.isnan(measure.low) else f", 95 % interval {measure.low:.2f} to {measure.high:.2f}"
-    rows = "" if math.isnan(measure.rows) else f", {measure.rows:,.0f} rows"
+    rows = "" if math.isnan(measure.rows) else f", {pluralise(round(measure.rows), 'row')}"
     return f"{template.format(f'{measure.value:.2f}')}; {baseline} {measure.chance:.2f}{interval}{rows}"
 
 

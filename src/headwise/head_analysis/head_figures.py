@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SpecError
+from ..errors import SpecError, pluralise
 from ..files import write_atomically
 from ..output_paths import FIGURE_FILE, FIGURE_METADATA, check_output
 from ..translation.language import current_language, join_clauses, join_items, localise
@@ -591,7 +591,7 @@ def _top_heads(table: HeadTable, group: str, colour: ColourFunction) -> Iterator
     if not members:
         return
     count = len({id(head) for _, head in members})
-    counted = localise(f"{count} head{'s' if count > 1 else ''}")
+    counted = localise(pluralise(count, "head"))
     yield join_clauses([colour(f"{CLASS_STYLES[group][0]}  {localise(group)}", group), counted])
     for head_class, head in members[:HEADS_PER_CLASS]:
         measured = join_clauses([f"{localise(head_class.name)} {head_class.score:.2f}", localise(head_class.evidence)])

@@ -8,7 +8,7 @@ from itertools import chain, islice
 import numpy as np
 from torch import nn
 
-from ..errors import suggest
+from ..errors import pluralise, suggest
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import SiteModule
 from .annotated_examples import Example
@@ -144,7 +144,7 @@ class ImportanceRun:
         if self.time_limit_reached:
             notes.append(f"stopped after {self.num_texts} texts at the time limit of {options.max_seconds:g} seconds")
         if self.num_without_targets:
-            notes.append(f"{self.num_without_targets} texts without any target were left out")
+            notes.append(f"left out {pluralise(self.num_without_targets, 'text')} without any target")
         if not self.uses_partial_forward and not self.method.needs_gradient:
             notes.append(
                 f"{type(self.model).__name__} runs in full for every head: only headwise models can restart midway"

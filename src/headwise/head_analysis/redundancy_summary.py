@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..errors import pluralise
 from .resampling import PermutationTest
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _whole_rows_sentence(group: ComparableHeads) -> str:
 def _clusters_sentence(group: ComparableHeads) -> str:
     clusters = group.cluster_members
     count = len(clusters)
-    counts = f"{count} cluster{'s' if count > 1 else ''} ({group.num_chance_clusters} by chance)"
+    counts = f"{pluralise(count, 'cluster')} ({group.num_chance_clusters} by chance)"
     return f"Clustering up to {_nats(group.threshold)} nats gives {counts}, the largest with {len(clusters[0])} heads."
 
 
@@ -109,10 +110,9 @@ def _layers_sentence(group: ComparableHeads) -> str:
         parts.append(f"{fact} (corrected p < {SIGNIFICANCE}).")
     outliers = [outlier for outlier in group.outliers if outlier.p < SIGNIFICANCE]
     if outliers:
-        first = outliers[0]
-        heads = f"{len(outliers)} heads are outliers" if len(outliers) > 1 else "1 head is an outlier"
-        fact = f"{heads} in their layer"
-        parts.append(f"{fact}, most clearly {first.head} (corrected p {first.p:.3f}).")
+        fact = f"{len(outliers)} heads are outliers in their layer, most clearly"
+        fact = "1 head is an outlier in its layer:" if len(outliers) == 1 else fact
+        parts.append(f"{fact} {outliers[0].head} (corrected p {outliers[0].p:.3f}).")
     elif group.outliers:
         parts.append("No head is an outlier in its layer.")
     return " ".join(parts)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..data.tokenizer_calls import parse_tokenizer
-from ..errors import SpecError
+from ..errors import SpecError, pluralise
 from ..escaping import escape_markdown
 from ..files import sha256, write_atomically
 from ..model_spec import ModelSpec, ModelTable, ProcessorSpec, StackSpec
@@ -241,7 +241,7 @@ def _model_card_text(net: Transformer, readme: str) -> str:
     spec = net.spec
     num_params = sum(p.numel() for p in net.parameters())
     dtype = str(next(net.parameters()).dtype).removeprefix("torch.")
-    layers = " and ".join(f"{len(stack.layers)} layers of {stack.model}" for stack in spec.stacks)
+    layers = " and ".join(f"{pluralise(len(stack.layers), 'layer')} of {stack.model}" for stack in spec.stacks)
     lines = [f"# {escape_markdown(spec.name)}", ""]
     lines += [f"A model of kind {spec.kind}: {layers}, {num_params:,} parameters in {dtype}."]
     lines += [f"Written by headwise {__version__}; `headwise.load(folder)` reads it.", ""]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..errors import pluralise
 from .op_trace import MEMORY_OF_INPUTS, PRODUCTS, OperationStep, OperationTrace
 
 STEP_NAMES = {
@@ -76,10 +77,10 @@ class AttentionSteps:
 
     def __str__(self) -> str:
         heads, spec = self.trace.spec.heads, self.trace.spec
-        kv = "" if heads.kv == heads.q else f" on {heads.kv} key-value heads"
+        kv = "" if heads.kv == heads.q else f" on {pluralise(heads.kv, 'key-value head')}"
         lines = [
-            f"{self.trace.batch} rows of {self.trace.tokens} tokens, width {spec.model}; "
-            f"{heads.q} heads of {heads.dim} channels{kv}",
+            f"{pluralise(self.trace.batch, 'row')} of {pluralise(self.trace.tokens, 'token')}, width {spec.model}; "
+            f"{pluralise(heads.q, 'head')} of {pluralise(heads.dim, 'channel')}{kv}",
             "",
             _format_row("", "step", "tensor", "shape", "memory"),
         ]

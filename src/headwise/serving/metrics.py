@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..costs.kv_cache_memory import CacheAllocator
 from ..costs.roofline import Device, NumberFormats
 from ..costs.serving_cost import RequestChunk, ServingCost
-from ..errors import SpecError
+from ..errors import SpecError, pluralise
 from ..models import Transformer
 from .kv_memory import KVMemory
 from .model_runner import ModelRunner, StepRecord
@@ -98,7 +98,8 @@ class ServingReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.requests:,} requests, {self.tokens:,} tokens in {self.seconds:,.2f} s of {len(self.steps):,} steps",
+            f"{pluralise(self.requests, 'request')}, {pluralise(self.tokens, 'token')} in {self.seconds:,.2f} s of "
+            f"{pluralise(len(self.steps), 'step')}",
             _format_line("tokens per second, all requests", f"{self.rate:,.1f}"),
             _format_line("prompt tokens computed, found in the cache", f"{self.computed:,}, {self.shared:,}"),
             " " * 34 + "".join(name.rjust(12) for name in ("mean", "median", "95 %")),

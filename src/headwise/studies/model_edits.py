@@ -10,7 +10,7 @@ from typing import Any
 
 from ..data import Task
 from ..distributed import join_process_group
-from ..errors import SpecError, suggest
+from ..errors import SpecError, pluralise, suggest
 from ..head_analysis.annotated_examples import examples_from_task
 from ..inspect.ablation import ABLATION_MODES, ablate
 from ..models import Transformer
@@ -113,13 +113,14 @@ def describe_edits(edits: Mapping[str, ModelEdit]) -> str:
     """
     sentences: list[str] = []
     for name, edit in edits.items():
+        heads = pluralise(edit.kv, "key-value head")
         chosen = "chosen at random" if edit.ranking == "random" else f"the least important by {edit.ranking}"
         text = {
             "ablate": f"{_amount(edit)} replaced ({edit.mode}), {chosen}",
             "prune": f"{edit.share:.0%} of the heads pruned, {chosen}",
-            "convert": f"{edit.kv} key-value heads in each layer, means of neighbours (aligned: {edit.align})",
+            "convert": f"{heads} in each layer, means of neighbours (aligned: {edit.align})",
         }[edit.change].replace("%", " %")
-        trained = f", then {edit.steps} training steps" if edit.steps else ""
+        trained = f", then {pluralise(edit.steps, 'training step')}" if edit.steps else ""
         sentences.append(f"{name}: {text}{trained}.")
     return " ".join(sentences)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ..data import Task
+from ..errors import pluralise
 from ..escaping import escape_html
 from .report_figures import SVG_STYLE, Span, curve_figure, difference_figure, scatter_figure, strip_figure
 from .study_file import StudyTask
@@ -40,7 +41,8 @@ def render_page(report: StudyReport) -> str:
     study = report.results.study
     body = [
         f"<h1>{escape_html(study.name)}</h1>",
-        f'<p class="muted">{len(study.variants)} variants, {", ".join(study.tasks)}, {len(study.seeds)} seeds</p>',
+        f'<p class="muted">{pluralise(len(study.variants), "variant")}, {", ".join(study.tasks)}, '
+        f"{pluralise(len(study.seeds), 'seed')}</p>",
         f'<p class="hypothesis"><b>Hypothesis, stated before the runs.</b> {escape_html(study.hypothesis)}</p>',
         "<h2>What can be claimed</h2>",
         _list(report.claims, "claims"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import SpecError
+from ..errors import SpecError, pluralise
 from .cells import Cell, CellGrid
 from .process_engine import ProcessEngine
 from .study_file import Study
@@ -149,7 +149,7 @@ def format_seconds(seconds: float) -> str:
 
 def format_plan(plan: StudyPlan) -> str:
     """The plan as a table for a terminal."""
-    lines = [f"{plan.study.name}, scale {plan.study.scale}: {plan.num_cells} cells", ""]
+    lines = [f"{plan.study.name}, scale {plan.study.scale}: {pluralise(plan.num_cells, 'cell')}", ""]
     header = (
         f"{'task':<10}{'variant':<16}{'cells':>6}{'steps':>7}{'parameters':>12}{'FLOPs':>9}{'KV bytes':>10}{'time':>9}"
     )

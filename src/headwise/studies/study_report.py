@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import pluralise
 from ..escaping import make_visible
 from ..files import read_json_file, write_atomically
 from ..output_paths import FolderKind, check_output, stage_folder
@@ -353,7 +354,8 @@ def list_claims(
     """Sentences that the tests support, one task after the other; never more than the numbers say."""
     study = results.study
     if len(study.seeds) < MIN_SEEDS_TO_CLAIM:
-        yield f"With {len(study.seeds)} seeds no difference is claimed; give at least {MIN_SEEDS_TO_CLAIM}."
+        seeds = pluralise(len(study.seeds), "seed")
+        yield f"With {seeds} no difference is claimed; give at least {MIN_SEEDS_TO_CLAIM}."
         return
     for task in study.tasks.values():
         baseline = scores[study.baseline, task.name]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..data import IGNORE_INDEX
 from ..data.example_order import EpochOrder, make_rng
-from ..errors import SpecError, TrainingDiverged
+from ..errors import SpecError, TrainingDiverged, pluralise
 from ..head_analysis.annotated_examples import Example
 from ..head_analysis.objectives import EvaluationInput, Objective, choose_objective
 from ..interfaces.part import CheckedDataclass
@@ -116,7 +116,7 @@ class DistillationTexts:
         self.numbers = [number for number, question in enumerate(questions) if question.num_targets]
         num_skipped = len(examples) - len(self.numbers)
         self.notes = tuple(
-            filter(None, [note, f"{num_skipped} texts without targets were left out" if num_skipped else ""])
+            filter(None, [note, f"left out {pluralise(num_skipped, 'text')} without targets" if num_skipped else ""])
         )
 
     def make_batch(self, numbers: Sequence[int], epoch_seed: int = 0) -> DistillationBatch:

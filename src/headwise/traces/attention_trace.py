@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import suggest
+from ..errors import pluralise, suggest
 from ..escaping import make_visible
 from .attention_record import Array, AttentionRecord, PackedMask, TokenRow
 
@@ -241,7 +241,9 @@ MAX_SHOWN = 12  # tokens per row
 
 def format_trace(trace: Trace) -> str:
     """Summary of a trace for the terminal: tokens by stream, then one line per site."""
-    lines = [f"{trace.model.get('name', 'a model')}: {format_bytes(trace.nbytes)} of {len(trace.layers)} sites"]
+    lines = [
+        f"{trace.model.get('name', 'a model')}: {format_bytes(trace.nbytes)} of {pluralise(len(trace.layers), 'site')}"
+    ]
     for name, rows in trace.streams.items():
         for row in rows[:3]:
             words = " ".join(escape_token(word) for word in row.words[:MAX_SHOWN])
@@ -254,7 +256,7 @@ def format_trace(trace: Trace) -> str:
         recorded = " ".join(sorted({name.partition(".")[0] for name in layer.arrays}))
         calls = f", {len(layer.calls)} calls" if len(layer.calls) > 1 else ""
         lines.append(
-            f"{layer.name.ljust(name_width)}  {layer.heads} heads, "
+            f"{layer.name.ljust(name_width)}  {pluralise(layer.heads, 'head')}, "
             f"{layer.num_queries} x {layer.num_keys}{calls}  {recorded}"
         )
     return "\n".join([*lines, *(f"{name}: not recorded, {reason}" for name, reason in trace.skipped.items())])

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from ..errors import SpecError, suggest
+from ..errors import SpecError, pluralise, suggest
 from ..escaping import escape_terminal, make_visible
 from ..files import JsonLines, read_lines, write_lines
 from ..progress import LINE_INTERVAL, format_duration
@@ -205,7 +205,7 @@ class ConsoleLogger:
     def open(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Print a line about the run; on a terminal, also show a progress bar."""
         steps, first_step = config["recipe"]["steps"], config["step"]
-        extent = f"from step {first_step} on" if first_step else f"{steps} steps"
+        extent = f"from step {first_step} on" if first_step else pluralise(steps, "step")
         self._print_line(f"{config['task']['name']} into {folder}, {extent}, {config['parameters']:,} parameters")
         if self._stream.isatty():
             self._progress = _make_progress_bar(self._stream)

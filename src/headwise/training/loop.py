@@ -17,7 +17,7 @@ import torch
 from ..data import Task
 from ..distributed import join_process_group
 from ..distributed.sharded_model import BatchForward
-from ..errors import SpecError, suggest
+from ..errors import SpecError, pluralise, suggest
 from ..files import FolderLock, read_lines, remove_leftovers, write_atomically
 from ..kernels.compilation import compile_when_called
 from ..model_spec import ModelSpec
@@ -93,7 +93,7 @@ def render_training_card(run: TrainingRun, metrics: Mapping[str, float], split: 
     lines = ["## Training", "", f"The task is {task.name} ({task_options})."]
     reason = f" It ended because of this: {run.end_reason}." if run.is_out_of_patience else ""
     lines += [
-        f"{run.progress.step} steps of {run.recipe.batch} examples in {options.precision}, "
+        f"{pluralise(run.progress.step, 'step')} of {pluralise(run.recipe.batch, 'example')} in {options.precision}, "
         f"{format_duration(run.elapsed_seconds)} in total, with seed {run.recipe.seed}.{reason}"
     ]
     lines += ["", "Recipe, where it differs from the defaults:", "", "```toml", *changed, "```"] if changed else []
@@ -244,7 +244,7 @@ def _find_checkpoint(folder: Path, resume: str) -> tuple[TrainingCheckpoint | No
         raise SpecError(f"{folder} already holds a model; give another folder, or move the model away")
     if checkpoint is not None and resume == "never":
         remedy = "continue it with resume='allowed' (--resume), or give another folder"
-        raise SpecError(f"{folder} holds a run of {checkpoint.step} steps; {remedy}")
+        raise SpecError(f"{folder} holds a run of {pluralise(checkpoint.step, 'step')}; {remedy}")
     return checkpoint, damages
 
 
@@ -314,7 +314,8 @@ def draw_curves(run: TrainingRun) -> None:
     if run.world.is_leader and run.progress.step:
         records = read_lines(run.folder / JsonlLogger.NAME)
         curves = LearningCurves.of(records, [change["step"] for change in run.history])
-        save_curves(run.folder, curves, f"{run.task.name}, {run.progress.step} steps of {run.recipe.batch} examples")
+        size = f"{pluralise(run.progress.step, 'step')} of {pluralise(run.recipe.batch, 'example')}"
+        save_curves(run.folder, curves, f"{run.task.name}, {size}")
 
 
 def _finish_run(run: TrainingRun, write: RecordWriter) -> TrainingResult:

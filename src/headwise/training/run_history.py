@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import SpecError
+from ..errors import SpecError, pluralise
 from .recipe import CHANGEABLE_FIELDS, VALUES_BEFORE_FIELDS, Recipe, from_dict, rename_old_fields
 from .training_run import CHECKPOINT_FOLDER, CheckpointFolder, describe_first_difference, read_checkpoint_state
 
@@ -56,7 +56,9 @@ def find_changes(
     if not fields:
         return None
     if new["steps"] < step:
-        fact = f"{folder} holds a run that has taken {step} steps, which steps={new['steps']} does not reach"
+        fact = (
+            f"{folder} holds a run that has taken {pluralise(step, 'step')}, which steps={new['steps']} does not reach"
+        )
         raise SpecError(f"{fact}; resume with steps={step} or more")
     return RecipeChange(step, fields)
 

@@ -21,7 +21,7 @@ from ..data import Batch, Task
 from ..data.translation import iter_texts, pack_batch
 from ..distributed.ranks import find_difference
 from ..distributed.sharded_model import ShardedModel
-from ..errors import SpecError, TrainingDiverged
+from ..errors import SpecError, TrainingDiverged, pluralise
 from ..files import write_atomically
 from ..interfaces.core_types import CallSize
 from ..masking.sequence_info import SequenceInfo
@@ -344,8 +344,9 @@ class TrainingRun:
         """Why a finished run has ended, as a sentence."""
         progress = self.progress
         if not self.is_out_of_patience:
-            return f"all {self.recipe.steps} steps are taken"
-        count = f"{progress.waited} evaluation" + "s" * (progress.waited != 1)
+            steps = self.recipe.steps
+            return "the only step is taken" if steps == 1 else f"all {steps} steps are taken"
+        count = pluralise(progress.waited, "evaluation")
         lowest = f"the lowest, {progress.loss:.4f}, was at step {progress.best}"
         return (
             f"stopped early at step {progress.step} of {self.recipe.steps}: no lower validation loss in {count} "

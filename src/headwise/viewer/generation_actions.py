@@ -30,7 +30,7 @@ def generate_text(model: OpenModel, arguments: Mapping[str, Any], progress: JobP
     inputs: Any = [text] if text.strip() else dict(open_inputs(model).kwargs)
     first = (prepare_inputs(net, inputs, count).token_counts or {}).get("text", 0)
     check_token_counts({"text": first + count}, model.max_tokens)
-    progress(0, 2, f"generating {count} tokens")
+    progress(0, 2, "generating one token" if count == 1 else f"generating {count} tokens")
     captured = trace(
         net,
         inputs,

@@ -29,6 +29,11 @@ RANKINGS = ("once", "every")
 # --- Some heads ablated ---------------------------------------------------------------------------------
 
 
+def describe_ablation(count: int) -> str:
+    """The message of progress for a run without some heads."""
+    return "one head ablated" if count == 1 else f"{count} heads ablated"
+
+
 def compute_effect(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
     """Compare the model with the heads of the job ablated to the model with all heads, on the open text.
 
@@ -42,7 +47,7 @@ def compute_effect(model: OpenModel, arguments: Mapping[str, Any], progress: Job
     runs = LabRuns(model)
     progress(0, 2 + count, "all heads")
     before = runs.all_heads()
-    progress(1, 2 + count, f"{len(heads)} heads ablated")
+    progress(1, 2 + count, describe_ablation(len(heads)))
     after = runs.without(heads, options)
     result = compare_outputs(model, before, after)
     result["check"] = check_by_removal(model, heads, options, after)
@@ -283,7 +288,7 @@ class _CumulativeCurve:
         alone = {head: self.value([head], "ranking the heads") for head in self.heads}
         order = sorted(self.heads, key=lambda head: alone[head])
         return [
-            (head, self.value(order[: number + 1], f"{number + 1} heads ablated")) for number, head in enumerate(order)
+            (head, self.value(order[: number + 1], describe_ablation(number + 1))) for number, head in enumerate(order)
         ]
 
     def ranked_every_time(self) -> list[tuple[tuple[str, int], float]]:
@@ -305,7 +310,7 @@ class _CumulativeCurve:
         points: list[dict[str, Any]] = []
         for count in counts.tolist():
             values = [
-                self.value([self.heads[place] for place in order[:count]], f"random order, {count} heads ablated")
+                self.value([self.heads[place] for place in order[:count]], f"random order, {describe_ablation(count)}")
                 for order in orders
             ]
             points.append({"heads": count, "mean": float(np.mean(values)), "low": min(values), "high": max(values)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..errors import pluralise
 from .lab_checks import LASTING_MODES
 from .lab_runs import LabRuns, read_options
 from .model_actions import make_examples, read_heads
@@ -48,7 +49,9 @@ def read_evaluation_set(model: OpenModel, arguments: Mapping[str, Any]) -> list[
     texts = arguments.get("texts")
     lines = [text for text in texts if str(text).strip()] if isinstance(texts, list) else []
     if not MIN_TEXTS <= len(lines) <= MAX_TEXTS:
-        raise ValueError(f"{len(lines)} texts are no evaluation set; give {MIN_TEXTS} to {MAX_TEXTS}, one a line")
+        raise ValueError(
+            f"cannot evaluate on {pluralise(len(lines), 'text')}; give {MIN_TEXTS} to {MAX_TEXTS}, one a line"
+        )
     return make_examples(model, {"texts": lines})
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from ...data.translation import SacreBleuScores, score_translations
+from ...errors import pluralise
 from ...escaping import escape_page, escape_terminal
 from ...files import read_text_file
 from ...generation import PromptBatch, TextGenerator, encode_prompt
@@ -236,7 +237,7 @@ class TranslationScores:
     def metrics(self) -> SacreBleuScores:
         """Return BLEU and chrF over all lines."""
         if not self.is_complete:
-            fact = f"{len(self.hypotheses)} lines were answered, but {self.path} has {len(self.references)}"
+            fact = f"{pluralise(len(self.hypotheses), 'line')} answered, but {self.path} has {len(self.references)}"
             raise UsageError(f"{fact}; give one reference per line")
         return score_translations(self.hypotheses, self.references, self.tokenize)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...data import IGNORE_INDEX, Batch, Task
 from ...data.translation import BLEU_ORDER, choose_bleu_tokenizer, count_bleu_tokens, make_bleu
+from ...errors import pluralise
 from ...generation import load_tokenizers, max_positions
 from ...generation.decoding_strategies import greedy_decode
 from ...generation.generate import generate
@@ -181,7 +182,7 @@ class QualityTally:
         check_min_count(count, "texts with targets")
         notes = list(self.notes)
         if self.num_unscored:
-            notes.append(f"{self.num_unscored} texts without targets were left out")
+            notes.append(f"left out {pluralise(self.num_unscored, 'text')} without targets")
         rows = list(build_metric_rows(self.after, self.before or None))
         if isinstance(self.objective, OutputDrift):
             rows = [row._replace(name=name) for row in rows]
