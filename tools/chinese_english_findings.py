@@ -23,7 +23,7 @@ from headwise.data import open_data
 from headwise.data.translation import SentencePair, normalise_sentence
 
 CORPUS = "../shared/data/tatoeba_cmn_eng/cmn.txt"
-TASK = {"columns": (2, 1), "vocabularies": "separate", "vocab": 6000}
+TASK = {"columns": (2, 1), "vocabularies": "separate", "vocab": 6000, "split_by": "sources"}  # of the stored run
 LONGEST_SENTENCE = 16  # words of the treebank's sentences, because the translator was trained on short ones
 ALIGNED_PAIRS = 400
 ENGLISH_TOKENS = re.compile(r"\w+(?:'\w+)?|[^\w\s]")  # of an English word between spaces, for the aligner

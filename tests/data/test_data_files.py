@@ -20,6 +20,7 @@ from headwise import data, model_spec
 from headwise.data import IGNORE_INDEX, Batch, Task, open_data
 from headwise.data.images import read_idx
 from headwise.data.language_modelling import TextTask
+from headwise.errors import SpecError
 
 IDS = np.arange(1009) * 613 % 331
 
@@ -132,14 +133,19 @@ def test_labels_stay_with_their_texts(lines: str):
 
 
 def test_two_fields_are_a_translation(lines: str, tmp_path: Path):
-    task = open_data(lines, {"source_field": "text", "target_field": "kind", "vocab": 300})
+    fields = {"source_field": "text", "target_field": "kind", "vocab": 300}
+    with pytest.raises(SpecError, match=r"form \d groups?, too few for 3 splits; use split_by='sources'"):
+        open_data(lines, fields)
+    task = open_data(lines, {**fields, "split_by": "sources"})
     pairs = {pair for own in task.data.pairs.values() for pair in own}
     assert pairs == {(row["text"], row["kind"]) for row in ROWS}
     (folder := tmp_path / "parts").mkdir()
     for split, part in (("train", ROWS[:50]), ("dev", ROWS[50:])):
         (folder / f"{split}.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, part)).encode()))
-    own = open_data(str(folder), {"source_field": "text", "target_field": "kind", "vocab": 300})
+    own = open_data(str(folder), {**fields, "split_by": "sources"})
     assert own.data.sizes == {"train": 50, "valid": 10}
+    with pytest.raises(SpecError, match=r"sentences of every training pair are held out; .* split_by='sources'"):
+        open_data(str(folder), fields)
     kinds = open_data(str(folder), {"label_field": "kind", "vocab": 300})
     assert kinds.data.sizes == {"train": 50, "valid": 10, "test": 0}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import random
 import re
 import sys
@@ -14,10 +15,14 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.data import IGNORE_INDEX, Batch
+from headwise.data import IGNORE_INDEX, Batch, open_data
 from headwise.data.example_order import plan_by_length, plan_by_token_budget, plan_packed_rows, split_by_key
 from headwise.data.translation import ParallelTextTask, normalise_sentence, score_translations
 from headwise.data.vocabulary import train_bpe
+from headwise.errors import SpecError
+from headwise.training import Recipe
+from headwise.training.run_setup import build_config, rename_old_keys
+from headwise.training.training_run import describe_first_difference
 
 SOURCES = [f"{n} " + " ".join(["red", "small", "houses"] * (1 + n * 37 % 5)) for n in range(83)]
 TARGETS = [source.upper()[::-1] for source in SOURCES]
@@ -144,6 +149,49 @@ def test_sources_that_are_nearly_alike_stay_in_one_split(tmp_path: Path):
     assert sum(task.data.sizes.values()) == len(lines)
 
 
+def translations(count: int) -> str:
+    """Pairs of which some share a source, some a target and some are joined by a third pair."""
+    rows = [f"s{n} a\tt{n} b\n" for n in range(count)]
+    rows += [f"s{n} A!\tother {n}\n" for n in range(0, count, 3)]
+    rows += [f"more {n}\tOTHER {n}.\n" for n in range(0, count, 6)]
+    return "".join(rows)
+
+
+@pytest.mark.parametrize("suffix", ["tsv", "jsonl"])
+def test_no_sentence_of_either_side_is_in_two_splits(suffix: str, tmp_path: Path):
+    text = translations(60)
+    if suffix == "jsonl":
+        text = "".join(json.dumps(dict(zip("st", row.split("\t"), strict=True))) + "\n" for row in text.splitlines())
+    (file := tmp_path / f"a.{suffix}").write_text(text)
+    fields = {"source_field": "s", "target_field": "t"} if suffix == "jsonl" else {}
+    options = {"vocab": 300, "valid": 0.25, "test": 0.25, **fields}
+    pairs = open_data(str(file), options).data.pairs
+    for side in (0, 1):
+        sentences = [{normalise_sentence(pair[side]) for pair in pairs[split]} for split in ("train", "valid", "test")]
+        assert min(map(len, sentences)) > 5
+        assert sum(map(len, sentences)) == len(set().union(*sentences))
+    earlier = open_data(str(file), {**options, "split_by": "sources"}).data.pairs
+    shared = {pair.target.strip(".").lower() for pair in earlier["train"]} & {
+        pair.target.strip(".").lower() for pair in earlier["test"]
+    }
+    assert shared
+    with pytest.raises(SpecError, match="split_by='targets' is unknown; use one of sentences, sources"):
+        open_data(str(file), {**options, "split_by": "targets"})
+
+
+def test_runs_of_earlier_versions_keep_their_split(path: str):
+    configs = {
+        rule: build_config(task, task.model(), Recipe(), task.batch(0, 4, "train"))
+        for rule in ("sentences", "sources")
+        for task in [make_task(path, split_by=rule)]
+    }
+    earlier = {**configs["sources"], "task": {**configs["sources"]["task"]}}
+    del earlier["task"]["split_by"]
+    assert describe_first_difference(rename_old_keys(earlier), configs["sources"]) is None
+    difference = describe_first_difference(rename_old_keys(earlier), configs["sentences"])
+    assert difference == "task.split_by was 'sources', is now 'sentences'"
+
+
 def test_a_split_does_not_depend_on_the_order_of_lines(path: str, tmp_path: Path):
     lines = Path(path).read_text().splitlines(keepends=True)
     (file := tmp_path / "b.tsv").write_text("".join(reversed(lines)))
@@ -177,7 +225,7 @@ def test_separate_files_and_counts_of_skipped_pairs(tmp_path: Path):
     text = " ".join(task.notes)
     assert [f"{n} of" in text for n in (2, 2, 1)] == [True] * 3
     assert "2 of 40 pairs are left out because a side is empty" in text
-    assert "2 of 38 pairs are not trained on because their sources are held out" in text
+    assert "2 of 38 pairs are not trained on because their sentences are held out" in text
     assert "1 of 36 pairs are not trained on because a side has more than longest=40 tokens" in text
     keep = {pair.source for pair in task.data.pairs["train"]}
     assert not keep & {"wort 10", "wort 11", "wort 7", "wort 5", ""}

@@ -20,7 +20,14 @@ from .example_order import DEFAULT_HELD_OUT, IndexArray, check_split_shares, spl
 from .file_task import ClassifierInputs, Dataset, FileTask, LabelledDataset, make_classifier, number_labels
 from .language_modelling import TokenSpan, TokenStreamDataset, split_ranges
 from .text_files import existing_path, find_splits, read_lines
-from .translation import ParallelCorpus, SentencePair, TranslationDataset, TranslationOptions, normalise_sentence
+from .translation import (
+    ParallelCorpus,
+    SentencePair,
+    TranslationDataset,
+    TranslationOptions,
+    check_split_rule,
+    normalise_sentence,
+)
 from .vocabulary import IdArray, SubwordVocabulary, train_bpe
 
 END_OF_TEXT = "<|end|>"
@@ -39,7 +46,7 @@ class JsonlTask(FileTask):
     `path` is a file, or a folder with train.jsonl, valid.jsonl and optionally test.jsonl. From a single file the shares
     `valid` and `test` are held out: the last texts for language modelling, otherwise by a hash of the text. A subword
     vocabulary of `vocab` tokens is trained on the train split. `length` is the number of tokens per row: labelled texts
-    are cut there, and longer translation pairs are not trained on.
+    are cut there, and longer translation pairs are not trained on. `split_by` is that of `ParallelTextTask`.
     """
 
     name: ClassVar[str] = "jsonl"
@@ -52,9 +59,11 @@ class JsonlTask(FileTask):
     test: float = DEFAULT_HELD_OUT
     vocab: int = 4096
     length: int = 128
+    split_by: str = "sentences"
 
     def check(self) -> None:
         check_split_shares(self.valid, self.test)
+        check_split_rule(self.split_by)
         if bool(self.source_field) != bool(self.target_field):
             raise SpecError("a translation needs two fields; give both source_field= and target_field=")
         if self.source_field and self.label_field:
@@ -81,7 +90,8 @@ class JsonlTask(FileTask):
             }
             pairs = {split: [SentencePair(*row) for row in rows] for split, rows in fields.items()}
             options = TranslationOptions(self.vocab, longest=self.length)
-            return TranslationDataset(ParallelCorpus.of(pairs.pop("train"), (self.valid, self.test), pairs), options)
+            corpus = ParallelCorpus.of(pairs.pop("train"), (self.valid, self.test), pairs, self.split_by)
+            return TranslationDataset(corpus, options)
         if self.label_field:
             paths = self._split_paths().items()
             return self._labelled_dataset(

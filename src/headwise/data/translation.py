@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import SpecError, suggest
+from ..errors import SpecError, pluralise, suggest
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ModelSpec, ProcessorSpec
 from .example_order import (
@@ -258,6 +258,7 @@ def _sacrebleu_metrics() -> Any:
 # --- Sentences and what they are in another language ---------------------------------------------------
 
 START_TOKEN, END_TOKEN = "<s>", "</s>"
+SPLIT_RULES = ("sentences", "sources")
 BATCH_FORMS = ("bucketed", "budget", "packed")
 LARGE_CORPUS_PAIRS = 10_000  # pairs from which on a wider model pays
 
@@ -301,11 +302,15 @@ class ParallelCorpus:
 
     @staticmethod
     def of(
-        train: Iterable[SentencePair], shares: tuple[float, float], held_out_pairs: Mapping[str, list[SentencePair]]
+        train: Iterable[SentencePair],
+        shares: tuple[float, float],
+        held_out_pairs: Mapping[str, list[SentencePair]],
+        split_by: str = "sentences",
     ) -> ParallelCorpus:
-        """Build the splits: held-out pairs are given, or are a share of `train`; no source sentence is in two splits.
+        """Build the splits: held-out pairs are given, or are a share of `train`.
 
-        Source sentences that differ only in case, punctuation and spaces count as equal.
+        No source and no target sentence is trained on and held out; with `split_by="sources"` targets may be. Sentences
+        that differ only in case, punctuation and spaces count as equal.
         """
         all_pairs, notes = list(train), list[str]()
         pairs = [pair for pair in all_pairs if pair.source and pair.target]
@@ -314,21 +319,22 @@ class ParallelCorpus:
             notes.append(f"{num_empty} of {len(all_pairs)} pairs are left out because a side is empty")
         if not pairs:
             raise SpecError("no pair has text on both sides; give source and target sentences")
-        splits = dict(held_out_pairs)
+        splits, keys = dict(held_out_pairs), [_side_keys(pair, split_by) for pair in pairs]
         if "valid" not in held_out_pairs:
             valid, test = shares[0], 0.0 if "test" in held_out_pairs else shares[1]
-            indices = split_by_key([normalise_sentence(pair.source) for pair in pairs], valid, test)
+            indices = split_by_key(_group_keys(keys, 2 + (test > 0)), valid, test)
             splits |= {
                 split: [pairs[n] for n in indices[split]] for split in ("valid", "test") if split not in held_out_pairs
             }
-            pairs = [pairs[n] for n in indices["train"]]
-        held_out = {normalise_sentence(pair.source) for split in splits.values() for pair in split}
-        train_pairs = [pair for pair in pairs if normalise_sentence(pair.source) not in held_out]
+            pairs, keys = ([values[n] for n in indices["train"]] for values in (pairs, keys))
+        held_out = {key for split in splits.values() for pair in split for key in _side_keys(pair, split_by)}
+        train_pairs = [pair for pair, own in zip(pairs, keys, strict=True) if held_out.isdisjoint(own)]
         if len(train_pairs) < len(pairs):
             num_shared = len(pairs) - len(train_pairs)
-            notes.append(f"{num_shared} of {len(pairs)} pairs are not trained on because their sources are held out")
+            notes.append(f"{num_shared} of {len(pairs)} pairs are not trained on because their {split_by} are held out")
         if not train_pairs:
-            raise SpecError("every training pair is also held out; give other files for valid= and test=")
+            remedy = "" if split_by == "sources" else ", or use split_by='sources', which lets targets be in both"
+            raise SpecError(f"the {split_by} of every training pair are held out; give other files{remedy}")
         return ParallelCorpus({"train": train_pairs, **splits}, notes)
 
 
@@ -340,6 +346,45 @@ def normalise_sentence(sentence: str) -> str:
     """
     folded = unicodedata.normalize("NFKC", sentence).casefold()
     return re.sub(r"[\W_]+", "", folded) or sentence
+
+
+def check_split_rule(split_by: str) -> None:
+    """Raise if no rule has this name."""
+    if split_by not in SPLIT_RULES:
+        raise SpecError(f"split_by={split_by!r} is unknown; {suggest(split_by, SPLIT_RULES)}")
+
+
+SideKey = tuple[str, str]  # the side and the normalised sentence
+
+
+def _side_keys(pair: SentencePair, split_by: str) -> list[SideKey]:
+    """The normalised sentences of a pair that must not be trained on and held out."""
+    sides = ("source", "target") if split_by == "sentences" else ("source",)
+    return [(side, normalise_sentence(getattr(pair, side))) for side in sides]
+
+
+def _group_keys(keys: Sequence[Sequence[SideKey]], num_splits: int) -> list[str]:
+    """The first source of the group of each pair; pairs that share a sentence, also by way of others, are a group.
+
+    Raises SpecError if there are fewer groups than splits, but enough sources.
+    """
+    parents: dict[SideKey, SideKey] = {}
+
+    def find_root(key: SideKey) -> SideKey:
+        while (parent := parents.setdefault(key, key)) != key:
+            parents[key] = key = parents[parent]
+        return key
+
+    for sides in keys:
+        roots = sorted(map(find_root, sides))  # a source comes before a target
+        parents |= dict.fromkeys(roots, roots[0])
+    groups = [find_root(sides[0])[1] for sides in keys]
+    if len(set(groups)) < num_splits <= len({sides[0] for sides in keys}):
+        fact = f"{len(keys)} pairs share so many sentences that they form {pluralise(len(set(groups)), 'group')}"
+        raise SpecError(
+            f"{fact}, too few for {num_splits} splits; use split_by='sources', which lets targets be in both"
+        )
+    return groups
 
 
 class EncodedSide(NamedTuple):
@@ -481,8 +526,9 @@ class ParallelTextTask(FileTask):
     """Translation of sentences from parallel texts.
 
     `path` is two aligned files (source, target), or one file whose tab-separated `columns`, counted from 1, hold source
-    and target. `valid` and `test` are shares of the pairs, or files of the same kind as `path`. No source sentence is
-    in two splits. The other fields are described in `TranslationOptions`.
+    and target. `valid` and `test` are shares of the pairs, or files of the same kind as `path`. No sentence of either
+    side is trained on and held out; with `split_by="sources"`, the rule of earlier versions, only source sentences are
+    kept apart. The other fields are described in `TranslationOptions`.
 
     >>> ParallelTextTask(("train.de", "train.en"), valid=("val.de",))
     Traceback (most recent call last):
@@ -498,8 +544,10 @@ class ParallelTextTask(FileTask):
     vocabularies: str = TranslationOptions.vocabularies
     longest: int = TranslationOptions.longest
     form: str = TranslationOptions.form
+    split_by: str = "sentences"
 
     def check(self) -> None:
+        check_split_rule(self.split_by)
         for name in ("path", "valid", "test"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != 2:
@@ -539,7 +587,7 @@ class ParallelTextTask(FileTask):
                 raise SpecError(
                     f"{split}={options[split]!r} is empty; give files with sentences, or a share such as {split}=0.05"
                 )
-        corpus = ParallelCorpus.of(self._read_pairs(self.path), self._shares(), held_out)
+        corpus = ParallelCorpus.of(self._read_pairs(self.path), self._shares(), held_out, self.split_by)
         return TranslationDataset(corpus, self._options())
 
     def _read_pairs(self, source: str | tuple[str, ...]) -> Iterator[SentencePair]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..data import Batch, Task
+from ..data.task_registry import complete_old_fields
 from ..distributed import Parallelism, ProcessInfo
 from ..distributed.ranks import ProcessMesh, check_same_config, fingerprint_code
 from ..distributed.sharded_model import check_partition, shard_model
@@ -367,10 +368,11 @@ def describe_environment(run: TrainingRun) -> dict[str, Any]:
 
 
 def rename_old_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a checkpoint with the names of today in its recipe and model spec."""
+    """The configuration of a checkpoint with the names and fields of today in its task, recipe and model spec."""
     model = spec_to_dict(spec_from_dict(config["model"]))
     recipe = {**VALUES_BEFORE_FIELDS, **rename_old_fields(config["recipe"])}
-    return {**config, "recipe": recipe, "model": json.loads(json.dumps(model, default=str))}
+    task = complete_old_fields(config["task"])
+    return {**config, "task": task, "recipe": recipe, "model": json.loads(json.dumps(model, default=str))}
 
 
 def omit_model(config: Mapping[str, Any]) -> dict[str, Any]:
