@@ -103,15 +103,18 @@ def plain_empty_in_compile_tests(request: pytest.FixtureRequest, nan_filled: Non
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen_objects() -> None:
+    """Hide what earlier modules imported from the garbage collector: a full collection would walk through all of it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def small_curves():
     """Runs write small pictures of their learning curves, because drawing them takes longer than most of these runs."""
-    from headwise.files import write_atomically
-    from headwise.training import learning_curves, loop
-
-    def save_small_curves(folder: Path, curves: learning_curves.LearningCurves, title: str) -> None:
-        for name in learning_curves.CURVE_FILES.values():
-            write_atomically(folder / name, b"<svg/>")
+    from headwise.training import loop
+    from support.small_training import save_small_curves
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "save_curves", save_small_curves)

@@ -11,21 +11,9 @@ import torch
 import headwise as hw
 from headwise.data.synthetic_task import ModelShape, make_small_encoder
 from headwise.model_spec import OutputHeadSpec
-from headwise.studies.cells import CellGrid
 from headwise.studies.process_engine import ProcessEngine
-from headwise.studies.study_file import parse_study, read_study
+from headwise.studies.study_file import parse_study
 from headwise.studies.study_runner import CellResult, run_study
-
-STUDIES = sorted((Path(__file__).parents[2] / "studies").glob("*.toml"))
-
-
-@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_every_study_can_be_made(path: Path):
-    for scale in ("smoke", "small", "page"):
-        study = read_study(path, scale)
-        grid = CellGrid(study)
-        assert len(grid.models) == len(study.variants) * len(study.tasks)
-        assert len({cell.id for cell in grid.tuning_cells()}) == len(grid.tuning_cells())
 
 
 def run_one_seed(variants: dict[str, Any], task: dict[str, Any], steps: int, folder: Path) -> dict[str, CellResult]:

@@ -30,7 +30,11 @@ from headwise.training.train_step import StepOptions, TrainStep
 from support.small_training import IDS, Echo, Routed, short_recipe
 
 STEPS, ECHO = 3, Echo()
-RANK = int(os.environ.get("RANK", "0"))
+
+
+def rank() -> int:
+    """The number of this rank."""
+    return int(os.environ.get("RANK", "0"))
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ def wait_for_silent_rank(folder: Path) -> str:
             world = ProcessMesh(process, Parallelism.over("auto", process.size))
             if not world.is_leader:
                 time.sleep(6)
-            world.all_gather_objects(RANK)
+            world.all_gather_objects(rank())
     except ConnectionError as error:
         return str(error)
     return "nothing"
@@ -158,7 +162,7 @@ class Interrupted(Echo):
 
     def batch(self, index: int, size: int, split: str = "train") -> Batch:
         last = int(os.environ.get("WORLD_SIZE", "1")) - 1
-        if split == "train" and index == self.at and last == RANK:
+        if split == "train" and index == self.at and last == rank():
             signal.raise_signal(signal.SIGINT)
         return super().batch(index, size, split)
 
@@ -196,14 +200,14 @@ def refusals(folder: Path) -> dict[str, str]:
         finally:
             run_setup.fingerprint_code = values
 
-    second = RANK == 1
+    second = rank() == 1
     return {
         "code": with_code(),
         "recipe": run(lr=0.002 if second else 0.001),
         "task": run(Echo(noise=0.5 if second else 0.0)),
         "data": run(Shifted() if second else Echo()),
         "model": run(described=smaller_model() if second else None),
-        "weights": run(described=hw.build(Echo().model(), seed=RANK)),
+        "weights": run(described=hw.build(Echo().model(), seed=rank())),
         "parallelism": run(parallelism="shards=2" if second else "data=2"),
         "rows": run(batch=1),
         "parts": run(batch=4, accumulate=4),
@@ -243,7 +247,7 @@ def smaller_model() -> bp.ModelSpec:
 def diverging_model() -> Transformer:
     """A model whose feed-forward returns NaN on the second rank only."""
     net = hw.build(Echo().model(), seed=0)
-    if RANK == 1:
+    if rank() == 1:
         net.get_submodule("decoder.0.feed").register_forward_hook(lambda module, inputs, out: out * float("nan"))
     return net
 
@@ -288,11 +292,12 @@ def runs(folder: Path) -> dict[str, Any]:
 
 def run_compiled_then_sharded(folder: Path) -> None:
     """A compiled run that is resumed with shards, which must not compile."""
-    compiling, Autotuner.choose_options = torch.compile, lambda self: StepOptions("fp32", "on")
+    compiling, choosing = torch.compile, Autotuner.choose_options
     try:
+        Autotuner.choose_options = lambda self: StepOptions("fp32", "on")
         torch.compile = lambda hidden: hidden
         run_until(1, short_recipe(**{**PLAIN, "compile": "auto"}), folder)
         torch.compile = None
         run_until(-1, short_recipe(**{**PLAIN, "compile": "auto", "parallelism": "shards=2"}), folder)
     finally:
-        torch.compile = compiling
+        torch.compile, Autotuner.choose_options = compiling, choosing

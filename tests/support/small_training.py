@@ -14,6 +14,7 @@ import headwise as hw
 from headwise.data import IGNORE_INDEX, SPLITS, Batch, MetricSums, Task
 from headwise.data.task import check_split
 from headwise.distributed.sharded_model import wrap_single_process
+from headwise.files import write_atomically
 from headwise.model_spec import (
     BlockSpec,
     EmbeddingSpec,
@@ -25,6 +26,7 @@ from headwise.model_spec import (
 )
 from headwise.models import Transformer
 from headwise.training import Recipe
+from headwise.training.learning_curves import CURVE_FILES, LearningCurves
 from headwise.training.train_step import StepOptions, TrainStep
 
 IDS, LONGEST = 11, 7
@@ -117,6 +119,12 @@ PLAIN = StepOptions("fp32", "off")
 def make_train_step(net: Transformer, recipe: Recipe, choice: StepOptions = PLAIN) -> TrainStep:
     """A training step on this rank alone, on the CPU."""
     return TrainStep(wrap_single_process(net), recipe, choice)
+
+
+def save_small_curves(folder: Path, curves: LearningCurves, title: str) -> None:
+    """Empty pictures instead of learning curves, because drawing them takes longer than most runs of tests."""
+    for name in CURVE_FILES.values():
+        write_atomically(folder / name, b"<svg/>")
 
 
 class CrashingLogger:
