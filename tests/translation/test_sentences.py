@@ -167,7 +167,7 @@ def test_the_comparison_of_heads_is_translated(sample: OpenModel):
 
 # --- the translated commands -----------------------------------------------------------------------------
 
-COMMANDS = ("cost", "demo", "heads", "learn")
+COMMANDS = ("cost", "demo", "heads", "learn", "view")
 SHARED = ("one_text", "text_arguments", "argument_checks", "arguments", "command_parser", "exit_status")
 COMMAND_MODULES = [
     *sorted((PACKAGE / "cli" / "cost").glob("*.py")),

@@ -82,11 +82,13 @@ def test_progress_is_chinese(page: Any, monkeypatch: pytest.MonkeyPatch):
         is_seen.set()
 
 
-def test_an_exported_file_holds_its_translations(page: Any, tmp_path: Path):
+@pytest.mark.parametrize("language", ["", "zh"])
+def test_an_exported_file_holds_its_translations(language: str, page: Any, tmp_path: Path):
+    """The address or the file says that it opens in Chinese."""
     from headwise.viewer.view import render_export
 
-    (tmp_path / "page.html").write_text(render_export(sample_model(with_model=False)), encoding="utf-8")
-    page.goto(f"{(tmp_path / 'page.html').as_uri()}?lang=zh")
+    (tmp_path / "page.html").write_text(render_export(sample_model(with_model=False), language), encoding="utf-8")
+    page.goto((tmp_path / "page.html").as_uri() + ("" if language else "?lang=zh"))
     page.get_by_role("gridcell").first.wait_for()
     wait_for_chinese(page, "#/open")
     page.get_by_text("查询和键").first.wait_for()

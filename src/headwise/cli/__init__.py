@@ -23,7 +23,7 @@ from importlib import import_module
 
 from .. import __version__
 from ..errors import suggest
-from ..translation.language import localise, use_language
+from ..translation.language import join_clauses, localise, use_language
 from ..translation.terminal_text import paragraph
 from .arguments import terminal_language
 from .command_parser import LIST_OPTIONS, UsageError
@@ -59,7 +59,12 @@ def usage() -> str:
     """Return the text of `headwise --help`."""
     commands = [f"  {command:<9}{localise(summary)}" for command, summary in COMMANDS.items()]
     examples = [f"  {example}" for example in EXAMPLES]
-    head = [f"{localise('usage:')} headwise COMMAND [OPTIONS]", "", localise("The workbench for attention heads."), ""]
+    head = [
+        join_clauses([localise("usage"), "headwise COMMAND [OPTIONS]"], ": "),
+        "",
+        localise("The workbench for attention heads."),
+        "",
+    ]
     tail = paragraph(
         "headwise --version [--json] prints versions, headwise --completion SHELL a script that completes words in "
         "bash, zsh or fish. headwise COMMAND --help lists the everyday options of a command, headwise COMMAND "

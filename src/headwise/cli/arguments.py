@@ -48,7 +48,7 @@ MAX_FILE_BYTES = 2**20  # largest spec file that is read; a spec is about a page
 ASCII_FALLBACKS = str.maketrans("█▒·─–—×−→≤≥²…", "#+.---x-><>2.")
 
 
-TRANSLATED_COMMANDS = ("cost", "demo", "heads", "learn")  # the others write English in every locale
+TRANSLATED_COMMANDS = ("cost", "demo", "heads", "learn", "view")  # the others write English in every locale
 
 
 def terminal_language(argv: Sequence[str]) -> str:

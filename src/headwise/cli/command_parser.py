@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ..errors import suggest
-from ..translation.language import localise
+from ..translation.language import current_language, join_clauses, localise
 from ..translation.terminal_text import TERMINAL_WIDTH, paragraph, wrap
 
 HELP_COLUMN = 24  # column in which the explanations start
@@ -29,13 +29,14 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=HELP_COLUMN)
 
     def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
-        super().add_usage(usage, actions, groups, f"{localise('usage:')} ")
+        super().add_usage(usage, actions, groups, join_clauses([localise("usage"), ""], ": "))
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         has_default = action.option_strings and action.nargs != 0
         if not has_default or action.default in (None, "", [], argparse.SUPPRESS) or "(default:" in (action.help or ""):
             return localise(action.help or "")
-        return f"{localise(action.help or '')} {localise('(default: %(default)s)')}"
+        space = "" if current_language() == "zh" else " "
+        return f"{localise(action.help or '')}{space}{localise('(default: %(default)s)')}"
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return wrap(" ".join(text.split()), width)
@@ -122,7 +123,8 @@ class CommandParser(argparse.ArgumentParser):
         # The option of every command comes after those of this one.
         self._action_groups.sort(key=lambda group: any(action.dest == PART_FILES for action in group._group_actions))
         self.usage = " ".join([self.prog.replace("%", "%%"), *self._required_words(), "[OPTIONS]"])
-        return super().format_help()
+        text = super().format_help()  # argparse ends headings in a colon of its own
+        return re.sub("^(\\S+):$", "\\1\uff1a", text, flags=re.MULTILINE) if current_language() == "zh" else text
 
     def _required_words(self) -> list[str]:
         """Return the positional arguments, and the options that must be given, as the usage line shows them."""

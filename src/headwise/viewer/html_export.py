@@ -94,13 +94,16 @@ def _checksum(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def render_html(data: Mapping[str, Any], title: str, assets: PageAssets | None = None) -> str:
-    """Return the HTML file; `data` is what the page reads, as `encode_answers` gives it."""
+def render_html(data: Mapping[str, Any], title: str, assets: PageAssets | None = None, language: str = "") -> str:
+    """Return the HTML file; `data` is what the page reads, as `encode_answers` gives it.
+
+    It opens in the given language; without one, in the last one that was chosen, or in that of the browser.
+    """
     assets = load_assets() if assets is None else assets
     return "\n".join(
         [
             "<!doctype html>",
-            '<html lang="en">',
+            f'<html lang="{language}" data-language="{language}">' if language else '<html lang="en">',
             "<head>",
             '<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{escape_html(content_policy(assets))}">',

@@ -493,11 +493,12 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where the page is: host, port, and the token of this launch."""
+    """Where the page is: host, port, and the token of this launch; the language in which it opens, if one is given."""
 
     host: str
     port: int
     token: str
+    language: str = ""
 
     @property
     def url(self) -> str:
@@ -505,7 +506,8 @@ class ServerAddress:
         name = f"[{self.host}]" if ":" in self.host else self.host
         if self.host in ALL_ADDRESSES:
             name = machine_names()[0]  # other machines cannot open an address that means all of them
-        return f"http://{name}:{self.port}/#token={self.token}"
+        language = f"?lang={self.language}" if self.language else ""
+        return f"http://{name}:{self.port}/{language}#token={self.token}"
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -529,6 +531,7 @@ def serve(
     port: int = 0,
     token: str = "",
     allow_remote: bool = False,
+    language: str = "",
     on_start: Callable[[ServerAddress], object] = lambda _: None,
 ) -> None:
     """Serve the page until the process is interrupted; `on_start` gets its address.
@@ -541,7 +544,7 @@ def serve(
         raise ValueError(f"other machines could reach {host}; give 127.0.0.1, or --allow-remote")
     static = read_static_files()
     listener = open_socket(host, port)
-    address = ServerAddress(host, listener.getsockname()[1], token or secrets.token_urlsafe(32))
+    address = ServerAddress(host, listener.getsockname()[1], token or secrets.token_urlsafe(32), language)
     view = ViewServer(model, static)
     app = SecurityMiddleware(view.app(), allowed_hosts(host, address.port), address.token)
     config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", server_header=False)

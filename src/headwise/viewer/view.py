@@ -19,6 +19,7 @@ from ..escaping import escape_html, make_visible
 from ..files import write_atomically
 from ..output_paths import Existing, FileKind, FolderKind, check_output
 from ..traces import Trace, load_trace, trace_from_weights
+from ..translation.language import localise
 from . import bundled_sample
 from .export_answers import collect_answers
 from .html_export import TITLE_END, render_html
@@ -57,11 +58,12 @@ class Target(NamedTuple):
 
 
 class ServerOptions(NamedTuple):
-    """Address and port to listen on (0: a free port), and whether to open the browser."""
+    """Address and port to listen on (0: a free port), whether to open the browser, and the language of the page."""
 
     host: str = "127.0.0.1"
     port: int = 0
     open_browser: bool = True
+    language: str = ""
 
 
 # --- Opening --------------------------------------------------------------------------------------------
@@ -134,16 +136,16 @@ HTML_PAGE = FileKind("page", (f"{TITLE_END}</title>".encode(),))
 MODELS_FOLDER = FolderKind("folder of models", ("*",))  # any folder, because every model is a new folder inside
 
 
-def render_export(opened: OpenModel) -> str:
+def render_export(opened: OpenModel, language: str = "") -> str:
     """The page with everything that is open, as one HTML file."""
-    return render_html(collect_answers(opened), opened.name)
+    return render_html(collect_answers(opened), opened.name, language=language)
 
 
-def write_export(opened: OpenModel, path: Path | str, existing: Existing = "refuse") -> None:
+def write_export(opened: OpenModel, path: Path | str, existing: Existing = "refuse", language: str = "") -> None:
     """Measure the heads of a model, unless that is done, and write the page to one HTML file."""
     path = check_output(path, HTML_PAGE, existing)
     measure_heads_once(opened)
-    write_atomically(path, render_export(opened).encode())
+    write_atomically(path, render_export(opened, language).encode())
 
 
 def measure_heads_once(opened: OpenModel) -> None:
@@ -171,11 +173,11 @@ def serve_page(opened: OpenModel, options: ServerOptions, announce: Callable[[st
     port = find_port(options.host, options.port)
 
     def on_start(address: ServerAddress) -> None:
-        announce(f"{opened.name}: {address.url}  (Ctrl+C stops it)")
+        announce(f"{opened.name}: {address.url}  {localise('(Ctrl+C stops it)')}")
         if options.open_browser:
             threading.Thread(target=_open_when_ready, args=(options.host, port, address.url), daemon=True).start()
 
-    serve(opened, host=options.host, port=port, allow_remote=True, on_start=on_start)
+    serve(opened, host=options.host, port=port, allow_remote=True, language=options.language, on_start=on_start)
 
 
 def find_port(host: str, port: int) -> int:

@@ -69,7 +69,7 @@ export const theme = urlSignal("theme", "", oneOf(["", "light", "dark"]), "work"
 export const pinned = urlSignal<string[]>("pins", [], toList, "work"); // "site.head"
 /** Classes that the user gave to heads, as "site.head=name". */
 export const ownClasses = urlSignal<string[]>("classes", [], toList, "work");
-export const language = signal<"en" | "zh">(initialLanguage()); // `?lang=`, before the fragment
+export const language = signal<"en" | "zh">(initialLanguage()); // `?lang=`, before the fragment, or that of a file
 
 // --- what it does not ----------------------------------------------------------------------------------
 
@@ -318,7 +318,7 @@ export function startHash(): void {
 }
 
 function initialLanguage(): "en" | "zh" {
-  const asked = new URLSearchParams(location.search).get("lang");
+  const asked = new URLSearchParams(location.search).get("lang") ?? document.documentElement.dataset["language"];
   if (asked === "en" || asked === "zh") return asked;
   try {
     const kept = localStorage.getItem("headwise-language");
