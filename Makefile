@@ -21,11 +21,12 @@ SHAPES := --shapes
 CHECKED := not compile and not slow
 COMPILED := compile and not slow
 COMPILED_FILES = $$(grep -rl 'mark\.compile' tests --include='test_*.py')
-# Neighbouring tests share fixtures and compiled kernels, so each process gets a contiguous half and takes from the other's end.
-PARALLEL := -n 2 --dist worksteal
+# Neighbouring tests share fixtures and compiled kernels, so each process gets a contiguous part and takes from the
+# others' ends. Tests that wait for a browser or for another process leave a core to a third process; compiling does not.
+PARALLEL := -n 3 --dist worksteal
 QUICK := not slow and not compile and not anchors and not gpu and not lengthy
 
-.PHONY: help demo install web check format fast test slow gpu mutate bench gpu-bench docs site clean broken
+.PHONY: help demo install web check check-docs check-code format fast test slow gpu mutate bench gpu-bench docs site clean broken
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 10
@@ -41,18 +42,23 @@ web: $(STAMP)  ## build the page of headwise view if its sources changed (Node >
 	    && echo "headwise: every command but view works without the page; make web builds it later" >&2; }
 
 check: $(STAMP)  ## format, lint, types, the import map, fresh docs
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync check-docs check-code
+
+check-docs: $(STAMP)
+	@$(BIN)/python tools/build_docs.py --check
+
+check-code: $(STAMP)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
-	@$(BIN)/pyright
 	@$(BIN)/lint-imports --no-logo
-	@$(BIN)/python tools/build_docs.py --check
+	@$(BIN)/pyright
 
 fast: $(STAMP)  ## a quick subset, stopping at the first failure
 	@$(BIN)/pytest -x -q $(PARALLEL) --fast -m "$(QUICK)" tests --ignore=tests/anchors --ignore=tests/house
 
 test: $(STAMP) web  ## every test but the slow ones; warnings are errors
 	@$(BIN)/pytest $(PARALLEL) $(SHAPES) -m "$(CHECKED)"
-	@$(BIN)/pytest $(PARALLEL) -m "$(COMPILED)" $(COMPILED_FILES)
+	@$(BIN)/pytest -n 2 --dist worksteal -m "$(COMPILED)" $(COMPILED_FILES)
 	@HEADWISE_DEBUG_KERNELS=1 $(BIN)/pytest -n 2 --dist loadfile -m hypothesis tests/kernels
 
 slow: $(STAMP)  ## the slow tests, 500 hypothesis examples each

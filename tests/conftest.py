@@ -159,7 +159,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--shapes"):
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if config.getoption("--shapes") and runs_tests:  # a process that only hands out tests imports nothing
         install_shape_checks()
 
 

@@ -87,8 +87,9 @@ def test_odd_inputs_work(name):
         check_close(layer(x[:, :1]), y[:, :1])
 
 
+# Each example is compiled once: of three examples of a part, the second after its calls were planned.
 @pytest.mark.compile
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if not name.endswith("1")])
 def test_one_graph_holds_the_first_call_of_a_layer(name):
     spec = EXAMPLES[name]
     layer = cases.layer(spec)
@@ -99,7 +100,7 @@ def test_one_graph_holds_the_first_call_of_a_layer(name):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name.endswith("0")])  # one example of each part
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name.endswith("1")])
 def test_one_graph_holds_a_layer_that_has_planned_its_calls(name):
     spec = EXAMPLES[name]
     layer = cases.layer(spec)
@@ -155,8 +156,14 @@ def test_flex_keeps_the_numbers_at_its_block_edges_on_the_cpu(tokens):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("pattern", ["causal()", "window(3) | first(2)"])
-@pytest.mark.parametrize("name", ["Direct1", "Rotary0", "Latent0", "Dynamic0", "Alibi1"])
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        *((name, "causal()") for name in ("Direct1", "Rotary0", "Latent0", "Dynamic0", "Alibi1")),
+        ("Rotary0", "window(3) | first(2)"),
+        ("Latent0", "window(3) | first(2)"),
+    ],
+)
 def test_one_graph_holds_a_cached_step(name, pattern):
     spec = cases.change_spec(cases.as_causal(EXAMPLES[name]), pattern=hw.masking.patterns.parse_pattern(pattern))
     layer = cases.layer(spec)
