@@ -31,6 +31,11 @@ os.environ["HEADWISE_MACHINE_CLASS"] = "x86-avx512-bf16"  # the same choices on 
 torch.set_num_threads(1)  # two processes on two cores; more threads than cores only wait for each other
 
 
+# Without a GPU, seed the generator of the CPU alone: `torch.manual_seed` also stores a stack trace for each kind of
+# device that may be initialised later, which takes longer than most tests.
+seed_torch = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
+
 # --- hypothesis ----------------------------------------------------------------------------------------
 
 
@@ -38,7 +43,7 @@ class TorchRandom:
     """The random generator of torch for hypothesis: seeded before each example and restored afterwards."""
 
     def seed(self, value: int) -> None:
-        torch.manual_seed(value)
+        seed_torch(value)
 
     def getstate(self) -> bytes:
         return torch.get_rng_state().numpy().tobytes()
@@ -65,7 +70,7 @@ def seed_generators(request: pytest.FixtureRequest) -> None:
     seed = zlib.crc32(request.node.nodeid.encode())
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - seeds what others draw; our own code takes a generator
-    torch.manual_seed(seed)
+    seed_torch(seed)
 
 
 def nan_initialised(make):

@@ -32,11 +32,9 @@ FEW = settings(max_examples=max(1, settings().max_examples // 4), deadline=None)
 
 
 def unsupported_reasons(spec: hw.AttentionSpec, **more) -> list[str]:
-    return backends.unsupported_reasons_by_backend(
-        CallSignature(
-            spec, spec.core_of(spec.projection_form(one=True)), **{"single_query": True, "has_paged_cache": True} | more
-        )
-    )["paged"]
+    core = spec.core_of(spec.projection_form(one=True))
+    call = CallSignature(spec, core, **{"single_query": True, "has_paged_cache": True} | more)
+    return backends.unsupported_reasons("paged", call)
 
 
 # --- as one pass ---------------------------------------------------------------------------------------

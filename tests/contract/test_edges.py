@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 import torch
 
@@ -44,12 +46,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_attention, "CHUNK_SIZE", BLOCK)
 
 
-def lengths(spec, counts):
-    """Those where a block ends, as far as the spec knows positions."""
-    limit = PositionLimit.of(spec)
-    return [count for count in counts if limit is None or count + 2 <= limit.max_positions]
-
-
 def filled(x):
     """Whole rows; and two packed documents before padding, so that no block is alike."""
     yield hw.SequenceInfo.from_batch(x)
@@ -59,52 +55,71 @@ def filled(x):
     yield hw.SequenceInfo.from_batch(x, segments=segments)
 
 
-@pytest.mark.parametrize("backend", BLOCKED)
+def boundary_lengths(spec, backends, counts_by_backend):
+    """The backends to run at each length, as far as the spec knows positions; skips a test that has none."""
+    limit, backends_of = PositionLimit.of(spec), defaultdict(list)
+    for backend in backends:
+        for count in counts_by_backend.get(backend, ()):
+            if limit is None or count + 2 <= limit.max_positions:
+                backends_of[count].append(backend)
+    if not backends_of:
+        pytest.skip("no backend that works in blocks supports it")
+    return sorted(backends_of.items())
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_blocks_end_where_they_should(name, backend, small_blocks):
-    check_blocks(EXAMPLES[name], backend, SMALL_BLOCKS.get(backend, BLOCKED[backend]))
+def test_blocks_end_where_they_should(name, small_blocks):
+    check_blocks(EXAMPLES[name], BLOCKED | SMALL_BLOCKS)
 
 
-@pytest.mark.parametrize("backend", ["chunked", "block_sparse", "linear"])
 @pytest.mark.parametrize("name", FULL_SIZE)
-def test_blocks_of_full_size_end_where_they_should(name, backend):
-    check_blocks(EXAMPLES[name], backend, BLOCKED[backend])
+def test_blocks_of_full_size_end_where_they_should(name):
+    check_blocks(EXAMPLES[name], {backend: BLOCKED[backend] for backend in ("chunked", "block_sparse", "linear")})
 
 
-def check_blocks(spec, backend, counts):
-    """Output and gradients are those of dense, at each length."""
-    if backend not in cases.supporting_backends(spec, needs_grad=True):
-        pytest.skip(f"{backend} refuses it")
+def check_blocks(spec, counts_by_backend):
+    """Output and gradients of every backend are those of dense, at each length."""
+    backends = cases.supporting_backends(spec, needs_grad=True)
     layer = cases.layer(spec)
-    for count in lengths(spec, counts):
+    for count, names in boundary_lengths(spec, backends, counts_by_backend):
         x = torch.randn(2, count, spec.model, dtype=torch.float64, requires_grad=True)
         z = None if spec.source is None else torch.randn(2, count + 2, spec.source, dtype=torch.float64)
         for tokens in filled(x):
             layer.backend_name = "dense"
             y = layer(x, source=z, sequence=tokens)
             expected = layer_gradients(layer, y, x)
-            layer.backend_name = backend
-            ours = layer(x, source=z, sequence=tokens)
-            check_close(ours, y)
-            for parameter, grad in layer_gradients(layer, ours, x).items():
-                check_close(grad, expected[parameter], rtol=1e-8, atol=1e-9, msg=lambda m, p=parameter: f"{p}: {m}")
+            for layer.backend_name in names:
+                label = f"{layer.backend_name}, {count} tokens"
+                ours = layer(x, source=z, sequence=tokens)
+                check_close(ours, y, msg=lambda m, label=label: f"{label}: {m}")
+                for parameter, grad in layer_gradients(layer, ours, x).items():
+                    message = f"{label}: {parameter}"
+                    check_close(
+                        grad,
+                        expected[parameter],
+                        rtol=1e-8,
+                        atol=1e-9,
+                        msg=lambda m, message=message: f"{message}: {m}",
+                    )
 
 
-@pytest.mark.parametrize("backend", BLOCKED)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_blocks_are_counted_as_torch_counts_them(name, backend, small_blocks):
+def test_blocks_are_counted_as_torch_counts_them(name, small_blocks):
     spec = EXAMPLES[name]
-    if backend not in cases.supporting_backends(spec, dtype=torch.float32) or spec.source is not None:
-        pytest.skip(f"{backend} refuses it" if spec.source is None else "counted with one block in test_counts.py")
-    if backend == "routed":
-        pytest.skip("what it runs is for the gates to say; counted where these are known, in test_routed_backend.py")
-    layer = cases.layer(spec, torch.float32, backend)
-    for count in lengths(spec, SMALL_BLOCKS.get(backend, BLOCKED[backend])):
+    if spec.source is not None:
+        pytest.skip("counted with one block in test_counts.py")
+    # What `routed` runs depends on the gates; test_routed_heads.py counts it where these are known.
+    backends = [one for one in cases.supporting_backends(spec, dtype=torch.float32) if one != "routed"]
+    layer = cases.layer(spec, torch.float32)
+    for count, names in boundary_lengths(spec, backends, BLOCKED | SMALL_BLOCKS):
         x = torch.randn(2, count, spec.model)
-        work, job = costs.self_attention_work(spec, batch=2, queries=count), CallSignature(spec, spec.core)
-        if hasattr(BACKENDS[backend], "count_formed_pairs"):
-            work = work.with_pairs(BACKENDS[backend].count_formed_pairs(job, work))
-        assert torch_flops(layer, x) == costs.executed_flops(spec, work, cases.core_flops(spec, backend, work)), count
+        for layer.backend_name in names:
+            backend = layer.backend_name
+            work, job = costs.self_attention_work(spec, batch=2, queries=count), CallSignature(spec, spec.core)
+            if hasattr(BACKENDS[backend], "count_formed_pairs"):
+                work = work.with_pairs(BACKENDS[backend].count_formed_pairs(job, work))
+            executed = costs.executed_flops(spec, work, cases.core_flops(spec, backend, work))
+            assert torch_flops(layer, x) == executed, (backend, count)
 
 
 SPARSE = [

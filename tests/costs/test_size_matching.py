@@ -217,6 +217,13 @@ def test_the_next_size_may_be_far_where_heads_are_shared_evenly(q, start):
     assert not search.is_bracketed(10 * q)
 
 
+@pytest.mark.parametrize("largest", [700, 1000, 1023, 2**30 + 5])
+def test_the_largest_valid_size_is_found_with_few_counts(largest):
+    search = SizeSearch(lambda size: 7 * size if 0 < size <= largest and size % 4 == 0 else None, start=8)
+    assert search.nearest(10**12) == (largest // 4 * 4, largest // 4 * 28)
+    assert len(search.counts) < 5000
+
+
 def test_non_monotonic_sizes_are_tried_one_by_one():
     def zigzag(size: int) -> int | None:
         return size * 10 + (size * 7) % 31 * 9 if size else None

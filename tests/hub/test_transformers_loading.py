@@ -95,14 +95,14 @@ def test_flash_attention_of_a_config_is_not_used(tmp_path: Path):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_code_of_the_folder_is_ignored_with_a_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_code_of_the_folder_is_ignored_with_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     folder = make_folder(tmp_path, auto_map=code, configuration_files=["config.json", "config.4.0.0.json"])
     (folder / "config.4.0.0.json").write_text('{"model_type": "gpt2", "_attn_implementation": "owner/kernel"}')
     (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
     assert type(load_original(folder)).__name__ == "GPT2LMHeadModel"
     assert not (folder / "ran").exists()
-    assert "auto_map is ignored, no code is run" in caplog.text
+    assert "auto_map is ignored, no code is run" in capsys.readouterr().err
     assert not hasattr(load_original(folder).config, "auto_map")
 
 

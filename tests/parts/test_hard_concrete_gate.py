@@ -38,10 +38,11 @@ def gates(layer: hw.Attention, aux_losses: hw.AuxLosses | None = None) -> Tensor
 
 
 def sample_gates(many: int, log_a: float, options: dict[str, float], seed: int) -> Tensor:
-    """Many gates of one log_a, drawn in training."""
+    """Many gates of one log_a, drawn in training: a layer of 100 heads is called again and again."""
     torch.manual_seed(seed)
-    layer = hw.Attention(hw.design(model=1, heads=many, dim=1, modifiers=(hw.Concrete(start=log_a, **options),)))
-    return gates(layer.double().train()).detach()
+    layer = hw.Attention(hw.design(model=1, heads=100, dim=1, modifiers=(hw.Concrete(start=log_a, **options),)))
+    layer.double().train()
+    return torch.cat([gates(layer).detach().flatten() for _ in range(many // 100)])
 
 
 def limits(options: dict[str, float]) -> tuple[float, float, float]:

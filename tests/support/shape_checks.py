@@ -72,7 +72,7 @@ def install_shape_checks(package: str = "headwise") -> int:
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     modules = [m for name, m in sys.modules.items() if name.split(".")[0] == package]
-    wrapped: dict[Any, Any] = {}
+    wrapped: dict[Any, Any] = {}  # by the original function; a function without letters stands for itself
     for module in modules:
         for value in vars(module).values():
             if isinstance(value, type) and value.__module__.split(".")[0] == package:
@@ -88,7 +88,8 @@ def install_shape_checks(package: str = "headwise") -> int:
 
 def _wrap_methods(cls: type, wrapped: dict[Any, Any]) -> None:
     for name, value in list(vars(cls).items()):
-        if isinstance(value, FunctionType) and value not in wrapped and value not in wrapped.values():
-            wrapped[value] = with_shape_checks(value)
-            if wrapped[value] is not value:
-                setattr(cls, name, wrapped[value])
+        if isinstance(value, FunctionType) and value not in wrapped:
+            wrapped[value] = checked = with_shape_checks(value)
+            wrapped[checked] = checked
+            if checked is not value:
+                setattr(cls, name, checked)

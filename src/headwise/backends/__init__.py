@@ -27,6 +27,7 @@ from .dispatch import (
     preference_order,
     reads_cache_in_place,
     recomputed_flops,
+    unsupported_reasons,
     unsupported_reasons_by_backend,
 )
 from .head_groups import HeadGroupDispatch, plan_dispatch, split_by_pattern
@@ -56,6 +57,7 @@ __all__ = [
     "recomputed_flops",
     "softmax_args",
     "split_by_pattern",
+    "unsupported_reasons",
     "unsupported_reasons_by_backend",
     "values_per_row",
     "varlen",

@@ -119,7 +119,7 @@ class CoreDispatch:
             return {name: [] if name == selected else [f"the layer names {selected}"] for name in names}
         size, shape = self._size_and_mask_shape(attention_mask, inputs)
         return {
-            name: _unique_reasons(name, self.signature)
+            name: unsupported_reasons(name, self.signature)
             or BACKENDS[name].slower_reasons(self.signature, size, shape)
             or (BACKENDS[name].tensor_conflicts(self.signature, attention_mask, inputs) if name != selected else [])
             for name in names
@@ -192,7 +192,7 @@ def make_dispatch(call: CallSignature, backend_name: str | None = None) -> CoreD
     refusals = {}
     supported = []
     for name in [backend_name] if backend_name else preference_order(call):
-        if reasons := _unique_reasons(name, call):
+        if reasons := unsupported_reasons(name, call):
             refusals[name] = reasons
         else:
             supported.append(name)
@@ -226,7 +226,14 @@ def preference_order(call: CallSignature) -> list[str]:
 
 def unsupported_reasons_by_backend(call: CallSignature) -> dict[str, list[str]]:
     """The reasons of every backend not to support a call, in order of preference; an empty list means that it does."""
-    return {name: _unique_reasons(name, call) for name in preference_order(call)}
+    return {name: unsupported_reasons(name, call) for name in preference_order(call)}
+
+
+def unsupported_reasons(name: str, call: CallSignature) -> list[str]:
+    """The reasons of one backend not to support a call; an empty list means that it does."""
+    if isinstance(call.pattern, PerHead) and name not in MASK_PER_HEAD_BACKENDS:
+        return ["runs heads with one pattern, and these have several"]
+    return list(dict.fromkeys(BACKENDS[name].unsupported_reasons(call)))
 
 
 def slower_reasons_by_backend(call: CallSignature, size: CallSize) -> dict[str, list[str]]:
@@ -304,12 +311,6 @@ def _is_last_resort(name: str, call: CallSignature) -> bool:
     if name == "flex":  # on the CPU it compiles for seconds and then computes every score
         return call.device == "cpu"
     return name == "bf16_matmul" and not bf16_matmul.is_preferred(call)
-
-
-def _unique_reasons(name: str, call: CallSignature) -> list[str]:
-    if isinstance(call.pattern, PerHead) and name not in MASK_PER_HEAD_BACKENDS:
-        return ["runs heads with one pattern, and these have several"]
-    return list(dict.fromkeys(BACKENDS[name].unsupported_reasons(call)))
 
 
 def _refusal(reasons_by_backend: dict[str, list[str]], is_named: bool) -> str:

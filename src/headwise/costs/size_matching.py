@@ -70,14 +70,25 @@ class SizeSearch:
         """Return the first valid size of a range."""
         return next((size for size in sizes if self._at(size) is not None), None)
 
+    def _last_valid(self, size: int, end: int) -> int:
+        """Return the greatest valid size below `end`, by bisection from a valid size."""
+        while end - size > 1:
+            middle = (size + end) // 2
+            larger = self._first_valid(range(middle, min(middle + self.gap + 1, end)))
+            if larger is None:
+                end = middle
+            else:
+                size = larger
+        return size
+
     def _upper_bound(self, target: int) -> int:
         """Return a size above which no count is nearer; found by doubling, which preserves divisibility by heads."""
         size, num_equal = self.start, 0
         first_count = self._valid_count(size)
         for _ in range(MAX_DOUBLINGS if first_count != target else 0):
-            larger = self._first_valid(range(2 * size, 4 * size + self.gap))
+            larger = self._first_valid(range(2 * size, 2 * size + self.gap + 1))
             if larger is None:
-                return self._first_valid(range(2 * size - 1, size, -1)) or size
+                return self._last_valid(size, 2 * size)
             size, count = larger, self._valid_count(larger)
             num_equal = num_equal + 1 if count == first_count else 0
             moves_away = abs(count - target) > abs(first_count - target)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 
-from ..backends import BACKENDS, CallSignature, split_by_pattern, unsupported_reasons_by_backend
+from ..backends import BACKENDS, CallSignature, split_by_pattern, unsupported_reasons
 from ..cache import KVCache
 from ..errors import SpecError
 from ..interfaces import Modifier, Part
@@ -118,10 +118,7 @@ def supporting_backends(
     core = spec.core_of(spec.projection_form(single_query))
     call = CallSignature(spec, core, "cpu", dtype, single_query=single_query, **more)
     names = [name for name in BACKENDS if name not in COMPILED_BACKENDS]
-    reasons = {
-        name: [unsupported_reasons_by_backend(part)[name] for part in split_by_pattern(call, name)] for name in names
-    }
-    return [name for name in names if not any(reasons[name])]
+    return [name for name in names if not any(unsupported_reasons(name, part) for part in split_by_pattern(call, name))]
 
 
 def core_flops(spec: AttentionSpec, backend: str, work: CallSize) -> int:

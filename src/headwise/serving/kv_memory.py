@@ -62,7 +62,7 @@ def _gather_reason(layer: Attention) -> str:
         single_query=True,
         has_paged_cache=True,
     )
-    return "; ".join(backends.unsupported_reasons_by_backend(job)["paged"])
+    return "; ".join(backends.unsupported_reasons("paged", job))
 
 
 # --- Memory --------------------------------------------------------------------------------------------
