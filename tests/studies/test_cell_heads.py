@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +13,11 @@ import headwise as hw
 from headwise.data import make_task
 from headwise.interfaces import Gate
 from headwise.studies.cell_heads import summarise_heads
+from headwise.studies.study_report import describe_columns
 from headwise.studies.variant_models import resize_model
 from headwise.training.run_setup import replace_self_attention
 
+FINDINGS = Path(__file__).resolve().parents[2] / "docs" / "findings"
 TASK = make_task("recall", vocabulary=16, length=16, pairs=2)
 NUM_TEXTS, HEADS, WIDTH = 3, 5, 20
 
@@ -126,3 +131,13 @@ def test_weights_learned_by_position_have_no_change_of_scores():
     summary = summarise_heads(net, TASK, 2)
     assert "score_change" not in summary
     assert summary["score_deviation"] >= 0
+
+
+@pytest.mark.parametrize("page", sorted(FINDINGS.glob("study-*.md")), ids=lambda page: page.stem)
+def test_captions_of_findings_explain_the_columns_that_are_shown(page: Path):
+    _, *sections = page.read_text(encoding="utf-8").split(", what heads do\n")
+    for section in sections:
+        found = re.search(r"^\| (variant [^\n]*) \|$.*?^(Means [^\n]*)$", section, re.MULTILINE | re.DOTALL)
+        assert found is not None
+        header, caption = found.groups()
+        assert caption == describe_columns(header.split(" | "))

@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,27 @@ SMALLEST_NUMBER = 1e-6  # what is closer to 0 is rounding, such as the weight on
 _HEAD_COLUMNS = {**{name: name for name in HEAD_MEASURES}, "diversity": "diversity", "support": "support"}
 _HEAD_COLUMNS |= {"support_spread": "support sd", "score_deviation": "score sd"}
 _HEAD_COLUMNS |= {"score_rank": "score rank", "score_change": "score change", "residual": "token residual"}
-HEAD_CAPTION = (
-    "Means over heads and seeds. Diversity: how different the heads of a layer attend, 0 equal, 1 disjoint. Support: "
-    "keys with a weight above 0, and the standard deviation of their number over heads. Score sd, "
-    "rank, change: standard deviation of scores over keys, their effective rank, and what mixing and biases add to "
-    "them as a share. Token residual: how different the tokens of a text are after the last layer, 0 equal. "
-    "Heads that are mixed after the softmax (DCMHA, talking heads) may have negative weights, and entropy, confidence, "
-    "sink and diversity may then leave their usual ranges."
-)
+# What the caption of a table of heads says about a column.
+_COLUMN_NOTES = {
+    "diversity": "Diversity: how different the heads of a layer attend, 0 equal, 1 disjoint.",
+    "support": "Support: keys with a weight above 0.",
+    "support sd": "Support sd: standard deviation of that number over heads.",
+    "score sd": "Score sd: standard deviation of scores over keys.",
+    "score rank": "Score rank: effective rank of the scores.",
+    "score change": "Score change: what mixing and biases add to the scores, as a share. Heads that are mixed after "
+    "the softmax (DCMHA, talking heads) may have negative weights, and entropy, confidence, sink and diversity may "
+    "then leave their usual ranges.",
+    "token residual": "Token residual: how different the tokens of a text are after the last layer, 0 equal.",
+}
+
+
+def describe_columns(header: Sequence[str]) -> str:
+    """The caption of a table of heads, which explains the columns that it has.
+
+    >>> describe_columns(["variant", "entropy", "score rank"])
+    'Means over heads and seeds. Score rank: effective rank of the scores.'
+    """
+    return " ".join(["Means over heads and seeds.", *(_COLUMN_NOTES[name] for name in header if name in _COLUMN_NOTES)])
 
 
 @dataclass(frozen=True)
@@ -159,7 +172,8 @@ class StudyReport:
         if all(row[1] == "-" for row in rows):
             return None
         header = ("variant", *_HEAD_COLUMNS.values(), "heads of each class, mean over seeds")
-        return _without_empty_columns(ReportTable(f"{task.name}, what heads do", header, tuple(rows), HEAD_CAPTION))
+        table = _without_empty_columns(ReportTable(f"{task.name}, what heads do", header, tuple(rows)))
+        return replace(table, caption=describe_columns(table.header))
 
     def head_place_table(self, task: StudyTask) -> ReportTable | None:
         """Measures of heads before training, during it, and on further tests; None if heads were not measured."""
@@ -543,7 +557,7 @@ def _without_empty_columns(table: ReportTable) -> ReportTable:
     """The table without columns in which every cell is "-" or "0"."""
     columns = [n for n in range(len(table.header)) if any(row[n] not in ("-", "0") for row in table.rows)]
     header, *rows = (tuple(row[n] for n in columns) for row in (table.header, *table.rows))
-    return ReportTable(table.title, header, tuple(rows), table.caption)
+    return replace(table, header=header, rows=tuple(rows))
 
 
 def _sort_places(places: Iterable[str]) -> list[str]:

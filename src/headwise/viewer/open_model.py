@@ -141,11 +141,11 @@ class OpenModel:
 
     def get_model(self) -> nn.Module:
         """The open model, loaded if necessary; raises ValueError if only a trace is open."""
-        if not self.has_model and not (self._origin is not None and self._origin.has_model):
-            raise ValueError("only a trace is open; start `headwise view` with the model")
-        import_libraries()
         if self.model is None and self._origin is not None:
             self.model = self._origin.get_model()
+        if not self.has_model:
+            raise ValueError("only a trace is open; start `headwise view` with the model")
+        import_libraries()
         if self.model is None:
             with self._loading:  # several requests may need the model at once
                 if self.model is None:
@@ -303,7 +303,7 @@ class OpenModel:
         trace = self.get_trace()
         if not trace.thumbnails:
             with_thumbnails = trace.with_thumbnails(THUMBNAIL_SIZE)
-            for holder in {id(view): view for view in (self, self._origin or self)}.values():
+            for holder in (self,) if self._origin is None else (self, self._origin):
                 holder._keep_thumbnails(trace, with_thumbnails)
             trace = with_thumbnails
         atlas = np.zeros((len(self.heads), THUMBNAIL_SIZE, THUMBNAIL_SIZE), np.uint8)
