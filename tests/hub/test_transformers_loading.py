@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,48 +119,88 @@ def test_an_architecture_is_a_model(name: str, tmp_path: Path):
     assert type(load_original(make_folder(tmp_path, architectures=[name]))).__name__ == "GPT2Model"
 
 
-def run_with_stub(tmp_path: Path, script: str, *argv: str) -> tuple[str, str]:
-    """Run a script with the stub in the place of the package `kernels`; the last error line, and all requests."""
-    stub = tmp_path / "stub"
-    (stub / "kernels").mkdir(parents=True)
-    (stub / "kernels" / "__init__.py").write_text(STUB)
-    (stub / "kernels-0.18.2.dist-info").mkdir()
-    (stub / "kernels-0.18.2.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n"
-    )
-    path = os.pathsep.join([str(stub), str(SOURCE.parent)])
-    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    process = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, *argv],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    requests = stub / "kernels" / "requests"
-    return (process.stderr.strip().splitlines() or [""])[-1], requests.read_text() if requests.exists() else ""
+# Each script runs in a fork of one process, in which transformers and headwise were imported with the stub in place.
+FORK_SCRIPTS = """
+import json, os, sys, traceback
+import transformers.models.gpt2.modeling_gpt2, transformers.models.yoso.modeling_yoso
+import headwise.hub.pretrained_models
+for line in sys.stdin:
+    script, argv, errors = json.loads(line)
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+        sys.argv = ["-c", *argv]
+        try:
+            exec(compile(script, "script", "exec"), {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
+    print("ended", flush=True)
+"""
+
+
+class StubProcess:
+    """A process with a stub in the place of the package `kernels`, of which every script gets a fork."""
+
+    def __init__(self, folder: Path) -> None:
+        package, metadata = folder / "kernels", folder / "kernels-0.18.2.dist-info"
+        for made in (package, metadata):
+            made.mkdir(parents=True)
+        (package / "__init__.py").write_text(STUB)
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n")
+        self.requests, self.errors = package / "requests", folder / "errors"
+        path = os.pathsep.join([str(folder), str(SOURCE.parent)])
+        environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-W", "ignore", "-c", FORK_SCRIPTS]
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, script: str, *argv: str) -> tuple[str, str]:
+        """The last error line of a script, and all requests, with those of the imports before it."""
+        self.errors.unlink(missing_ok=True)
+        requests, process = self.requests, self.process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps([script, argv, str(self.errors)]) + "\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "ended\n"
+        found = requests.read_text() if requests.exists() else ""
+        requests.unlink(missing_ok=True)
+        return (self.errors.read_text().strip().splitlines() or [""])[-1], found
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubProcess]:
+    started = StubProcess(tmp_path_factory.mktemp("stub"))
+    with started.process:
+        assert started.run("") == ("", ""), "the imports alone asked for code"
+        yield started
 
 
 PLAIN = "import sys, transformers; transformers.AutoModel.from_pretrained(sys.argv[1])"
 OURS = "import sys; from headwise.hub.pretrained_models import load_original; load_original(sys.argv[1])"
 
 
-def test_the_stub_sees_what_transformers_asks_for(tmp_path: Path):
+def test_the_stub_sees_what_transformers_asks_for(stub: StubProcess, tmp_path: Path):
     folder = make_folder(tmp_path / "model", _attn_implementation=KERNEL)
-    assert "flash-attn2" in run_with_stub(tmp_path, PLAIN, str(folder))[1]
+    assert "flash-attn2" in stub.run(PLAIN, str(folder))[1]
 
 
 @pytest.mark.parametrize("name", ["private", "by name of a part"])
-def test_nothing_is_asked_for(name: str, tmp_path: Path):
+def test_nothing_is_asked_for(name: str, stub: StubProcess, tmp_path: Path):
     folder = make_folder(tmp_path / "model", **HOSTILE[name])
-    error, requests = run_with_stub(tmp_path, OURS, str(folder))
+    error, requests = stub.run(OURS, str(folder))
     assert "may run code of the Hub" in error
     assert requests == ""
 
 
-def test_nothing_is_asked_for_by_a_flash_attention(tmp_path: Path):
+def test_nothing_is_asked_for_by_a_flash_attention(stub: StubProcess, tmp_path: Path):
     folder = make_folder(tmp_path / "model", _attn_implementation="flash_attention_2")
-    assert run_with_stub(tmp_path, OURS, str(folder)) == ("", "")
+    assert stub.run(OURS, str(folder)) == ("", "")
 
 
 # With a GPU, the constructor of this model asks the package `kernels` for code.
@@ -186,17 +227,17 @@ make_random_baseline(model)
 """
 
 
-def test_nothing_is_asked_for_by_a_constructor(tmp_path: Path):
+def test_nothing_is_asked_for_by_a_constructor(stub: StubProcess, tmp_path: Path):
     folder = write_config(tmp_path / "model", YOSO | {"intermediate_size": 8})
-    assert "kernels-community/yoso" in run_with_stub(tmp_path / "plain", ON_A_GPU + MAKE, folder)[1]
-    assert run_with_stub(tmp_path / "ours", ON_A_GPU + OURS, folder)[1] == ""
-    assert run_with_stub(tmp_path / "baseline", MAKE + ON_A_GPU + BASELINE, folder)[1] == ""
+    assert "kernels-community/yoso" in stub.run(ON_A_GPU + MAKE, folder)[1]
+    assert stub.run(ON_A_GPU + OURS, folder)[1] == ""
+    assert stub.run(MAKE + ON_A_GPU + BASELINE, folder)[1] == ""
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4"])
-def test_kernels_for_quantised_weights_are_not_fetched(method: str, tmp_path: Path):
+def test_kernels_for_quantised_weights_are_not_fetched(method: str, stub: StubProcess, tmp_path: Path):
     folder = make_folder(tmp_path / "model", quantization_config={"quant_method": method})
-    error, requests = run_with_stub(tmp_path, OURS, str(folder))
+    error, requests = stub.run(OURS, str(folder))
     assert f"has the quantisation {method}, which runs code of the Hub; remove the package kernels" in error
     assert requests == ""
 
@@ -209,7 +250,7 @@ print(module.load().config._attn_implementation, file=sys.stderr)
 """
 
 
-def test_resized_checkpoints_ask_for_nothing(tmp_path: Path):
+def test_resized_checkpoints_ask_for_nothing(stub: StubProcess, tmp_path: Path):
     """The written config has no such settings, and load_model.py replaces those that are put there later."""
     from headwise.surgery import DropHeads
     from headwise.surgery.hf_export.model_folder import write_model_folder
@@ -224,7 +265,7 @@ def test_resized_checkpoints_ask_for_nothing(tmp_path: Path):
     config = json.loads((tmp_path / "smaller" / "config.json").read_text())
     assert not {"auto_map", "_attn_implementation"} & set(config)
     (tmp_path / "smaller" / "config.json").write_text(json.dumps(config | {"_attn_implementation": KERNEL}))
-    assert run_with_stub(tmp_path, LOADER, str(tmp_path / "smaller")) == ("sdpa", "")
+    assert stub.run(LOADER, str(tmp_path / "smaller")) == ("sdpa", "")
 
 
 # --- one place -----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 import headwise as hw
 from headwise.data import make_task
 from headwise.errors import SpecError
+from headwise.studies import cells
 from headwise.studies.cells import CellGrid
-from headwise.studies.study_file import parse_study, read_study
+from headwise.studies.study_file import Study, StudyTask, Variant, parse_study, read_study
+from headwise.training.recipe import Recipe
 
 STUDIES = Path(__file__).parents[2] / "studies"
 RECALL = {"vocabulary": 32, "length": 32, "pairs": 4}
@@ -199,10 +202,28 @@ def test_contrasts_at_steps_need_a_checkpoint(recipe: dict[str, int], step: int,
 
 
 @pytest.mark.parametrize("path", sorted(STUDIES.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_cell_of_every_study_can_begin_at_every_scale(path: Path):
+def test_every_cell_of_every_study_can_begin_at_every_scale(path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Models that only take more steps at another scale begin once."""
+    begun: set[object] = set()
+    check_training = cells.check_training
+
+    def check_once(
+        study: Study, variant: Variant, task: StudyTask, spec: hw.model_spec.ModelSpec, recipe: Recipe
+    ) -> None:
+        edits = tuple((name, str(edit)) for name, edit in study.edits.items())
+        tests = tuple((name, str(test)) for name, test in task.tests.items())
+        begins = replace(recipe, steps=1, **dict.fromkeys(("evaluate_every", "checkpoint_every", "keep", "batch"), 1))
+        key = str(task.task), spec, begins, edits, tests
+        if key not in begun:
+            check_training(study, variant, task, spec, recipe)
+        begun.add(key)
+
+    monkeypatch.setattr(cells, "check_training", check_once)
     for scale in dict.fromkeys(("small", *tomllib.loads(path.read_text())["scales"])):
         grid = CellGrid(read_study(path, scale))
         assert len(grid.models) == len(grid.study.variants) * len(grid.study.tasks)
+        assert len({cell.id for cell in grid.tuning_cells()}) == len(grid.tuning_cells())
+    assert begun
 
 
 def test_a_variant_from_a_file_and_a_resized_model(tmp_path: Path):

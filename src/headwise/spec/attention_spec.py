@@ -122,9 +122,11 @@ class AttentionSpec:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every parameter by its full name."""
+        common = self.sizes
         return {
-            f"{name}.{key}": param.layout.shape(self.sizes_of(part))
+            f"{name}.{key}": param.layout.shape(sizes)
             for name, part in self.parts()
+            for sizes in [common | dict(part.sizes(self))]
             for key, param in part.params(self).items()
         }
 

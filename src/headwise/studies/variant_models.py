@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -201,36 +201,34 @@ def _read_spec(path: Path) -> AttentionSpec:
 def _match_model(study: Study, spec: ModelSpec, baseline: ModelSpec, batch: Batch) -> tuple[ModelSpec, str]:
     """Match every self-attention to the baseline's of the same name; returns a sentence about the sizes."""
     goals = [layer for name, layer in baseline.attention_specs() if not name.endswith("cross")]
-    workload = Workload(context=batch.x.shape[1] if batch.x.dim() == 2 else 1)
-    matched: dict[tuple[AttentionSpec, AttentionSpec], AttentionSpec] = {}
+    length = batch.x.shape[1] if batch.x.dim() == 2 else 1
+    workload = Workload() if study.match == "params" else Workload(context=length)
     sentences: list[str] = []
     remaining = iter(goals)
 
     def match_layer(old: AttentionSpec) -> AttentionSpec:
-        goal = next(remaining, goals[-1])
-        if (old, goal) not in matched:
-            match = _match_layer(old, goal, study, workload)
-            matched[old, goal] = match.spec
-            sentences.append(str(match))
-        return matched[old, goal]
+        match = _match_layer(old, next(remaining, goals[-1]), study.match, study.tolerance, workload)
+        sentences.append(str(match))
+        return match.spec
 
     return replace_self_attention(spec, match_layer), "; ".join(dict.fromkeys(sentences))
 
 
-def _match_layer(old: AttentionSpec, goal: AttentionSpec, study: Study, workload: Workload) -> SizeMatch:
+@lru_cache(maxsize=256)  # the layers of a model, and those of other tasks and scales, are mostly alike
+def _match_layer(old: AttentionSpec, goal: AttentionSpec, by: str, tolerance: float, workload: Workload) -> SizeMatch:
     """The first size that reaches the goal; never the model width or the query heads, which the whole model shares."""
     nearest: SizeMatch | None = None
     for free in list_sizes(old):
         if free in FIXED_SIZES:
             continue
         try:
-            match = match_size(old, like=goal, by=study.match, free=free, workload=workload)
+            match = match_size(old, like=goal, by=by, free=free, workload=workload)
         except SpecError:
             continue
-        if abs(match.difference) <= study.tolerance:
+        if abs(match.difference) <= tolerance:
             return match
         if nearest is None or abs(match.difference) < abs(nearest.difference):
             nearest = match
     sizes = ", ".join(f"{name}={size}" for name, size in list_sizes(old).items() if name not in FIXED_SIZES)
     fact = f"the nearest is {nearest}" if nearest else f"no single one of its sizes ({sizes}) reaches the baseline's"
-    raise SpecError(f"{fact}; set other sizes in its options, or raise tolerance = {study.tolerance:g}")
+    raise SpecError(f"{fact}; set other sizes in its options, or raise tolerance = {tolerance:g}")
