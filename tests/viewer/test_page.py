@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import headwise as hw
 from headwise.traces import trace_from_weights
@@ -72,17 +75,14 @@ def test_pixels_of_the_matrix_are_the_weights(page: Any, gpt: OpenModel):
         page.evaluate("location.hash = '#/head?site=0&head=0&scale=lin&theme=light'")
         page.get_by_role("application").wait_for()
         wait_until(page, "document.querySelector('.matrix-canvas canvas').width > 1")
-        pixels = page.evaluate(
-            """() => { const c = document.querySelector('.matrix-canvas canvas');
-            return [c.width, ...c.getContext('2d').getImageData(0, 0, c.width, c.height).data]; }"""
-        )
+        png = page.evaluate("document.querySelector('.matrix-canvas canvas').toDataURL()").partition(",")[2]
         stops = page.evaluate(
             """() => { const style = getComputedStyle(document.documentElement);
             return [...Array(9)].map((_, i) => style.getPropertyValue(`--seq-${i}`).trim()); }"""
         )
-    width, image = pixels[0], np.array(pixels[1:]).reshape(-1, pixels[0], 4)
+    image = np.asarray(Image.open(io.BytesIO(base64.b64decode(png))))
     colours = np.array([[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in stops], float)
-    zoom = width // 21
+    zoom = image.shape[1] // 21
     for query, key in [(0, 0), (5, 2), (20, 20), (20, 0), (9, 9)]:
         step = round(np.ceil(expected[query, key] * 255 - 1e-4)) / 255 * 8
         low = min(int(step), 7)
