@@ -156,7 +156,7 @@ ERRORS_PAGE = (ROOT / "docs" / "errors.md").read_text("utf-8")
 SHORT = {
     "demo": ["--quick"],
     "train": ["--steps", "3", "--batch", "8"],
-    "study": ["--set", "recipe.steps=2", "--set", "seeds=[1,2]", "--jobs", "1"],
+    "study": ["--set", "recipe.steps=2", "--set", "seeds=[1,2]", "--jobs", "0"],
     "heads": ["--limit", "4", "--resamples", "100"],
     "prune": ["--limit", "4", "--seconds", "0.05"],
     "convert": ["--limit", "4", "--seconds", "0.05"],

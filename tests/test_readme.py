@@ -32,7 +32,7 @@ RESULTS = {
 # Arguments that make a command of a story short; the other arguments stay as they are.
 SHORT = {
     "train": ["--steps", "3", "--batch", "8"],
-    "study": ["--set", "recipe.steps=2", "--set", "seeds=[1,2]", "--jobs", "1"],
+    "study": ["--set", "recipe.steps=2", "--set", "seeds=[1,2]", "--jobs", "0"],
 }
 
 
@@ -124,6 +124,4 @@ def test_every_story_runs(
 
 def test_the_test_command_is_that_of_continuous_integration():
     assert "`make test` " in ENGLISH.read_text("utf-8")
-    steps = re.search(r"^for step in (.*?); do", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-    assert steps is not None
-    assert "test" in steps[1].split()
+    assert "\ntimed test\n" in (ROOT / ".ci" / "run").read_text()

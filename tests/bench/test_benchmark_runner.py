@@ -582,10 +582,13 @@ def test_an_interrupt_prints_the_finished_rows(capsys, fakes, monkeypatch: pytes
 
 
 INTERRUPTED_RUN = """
-import signal, sys, time
+import math, signal, sys, time
 from headwise import cli
-from headwise.bench import runner
-from headwise.bench.benchmark_case import BenchmarkCase, CaseCount, CaseKind
+from headwise.bench import runner, session
+from headwise.bench.benchmark_case import BenchmarkCase, CaseCount, CaseKind, TimingPace
+
+session.HEADER_SECONDS, session.MATRIX_SIZES["cpu"], session.MachineLimits.buffer_bytes = 0.01, 64, 2**20
+runner.TIMING_PACES[False] = TimingPace(max_seconds=0.05, max_spread=math.inf)
 
 def quick(_):
     for number in range(2):

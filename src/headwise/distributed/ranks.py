@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -230,11 +231,16 @@ def shard_batch(batch: Batch, index: int, num_shards: int) -> BatchShard:
 
 def fingerprint_code() -> dict[str, str]:
     """Return the versions of headwise and torch, and a checksum of the source of this package."""
+    return {"headwise": __version__, "source": _source_checksum(), "torch": torch.__version__}
+
+
+@cache  # a process runs the code that it has imported, whatever the files become
+def _source_checksum() -> str:
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root).as_posix()} ".encode())
         digest.update(path.read_bytes())
-    return {"headwise": __version__, "source": digest.hexdigest()[:12], "torch": torch.__version__}
+    return digest.hexdigest()[:12]
 
 
 def check_same_config(mesh: ProcessMesh, config: Mapping[str, Any]) -> None:
