@@ -122,6 +122,9 @@ def test_values_keep_their_words_and_unknown_sentences_stay():
         "无法观察编译后的模型",
     ]
     assert words_of("the text is empty; enter at least one word") == ["文本为空", "请至少输入一个词"]
+    assert '`{"source": TEXT, "text": TEXT}`' in str(
+        translate('give {"source": TEXT, "text": TEXT}, or set max_new_tokens')
+    )
     assert translate("Something else went wrong.") is None
     assert translate("x" * 5_000) is None
     assert Template(("a ", " b ", ""), "").match("a 1 b 2") == ["1", "2"]

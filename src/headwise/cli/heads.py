@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..output_paths import check_output
 from ..progress import ProgressReporter
+from ..translation.language import join_items, localise
 from ..translation.terminal_text import paragraph
 from . import known_names
 from .argument_checks import (
@@ -167,7 +168,7 @@ def _add_importance(table: HeadTable, extras: ExtraAnalyses) -> HeadTable:
         else head
         for head in table.heads
     )
-    top_heads = ", ".join(
+    top_heads = join_items(
         f"{head.site} {head.head} {format_interval(head.measure)}" for head in result.by_importance[:5]
     )
     extras.lines.append(
@@ -183,12 +184,12 @@ def _count_classes(table: HeadTable) -> str:
     counts = Counter(
         group for head in table.heads for group in {class_group(head_class.name) for head_class in head.classes}
     )
-    return ", ".join(f"{count} {name}" for name, count in counts.most_common()) or "none"
+    return join_items(f"{count} {localise(name)}" for name, count in counts.most_common()) or localise("no class")
 
 
 def format_extras(extras: ExtraAnalyses) -> str:
     """Format each summary line as a paragraph."""
-    return "\n".join("\n" + "\n".join(paragraph(line)) for line in extras.lines)
+    return "".join("\n\n" + "\n".join(paragraph(line)) for line in extras.lines)
 
 
 # --- `headwise heads` ----------------------------------------------------------------------------------

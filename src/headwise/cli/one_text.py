@@ -99,7 +99,7 @@ def show_one_text(args: argparse.Namespace) -> int:
         from ..head_analysis.logit_attribution import attribute_logit
 
         position = -1 if args.position is None else args.position
-        view = attribute_logit(model, args.text, position=position, token=args.token)
+        view = attribute_logit(model, _inputs(args, args.text), position=position, token=args.token)
     elif args.show == "points":
         view = _map_points(model, args)
     else:

@@ -537,11 +537,10 @@ def format_head_table(table: HeadTable, colour: ColourFunction = without_colour)
     """Format a table: the legend of the class letters, a grid of them by layer, and the heads with the highest score
     in each class.
     """
-    lines = [localise(f"{table.model}, {table.texts}"), "", *_legend_lines(table), "", *_grid_lines(table, colour), ""]
-    for group in CLASS_STYLES:
-        if group != "unclear":
-            lines += _top_heads(table, group, colour)
-    return "\n".join([*lines, *format_notes(table.notes)])
+    lines = [localise(f"{table.model}, {table.texts}"), "", *_legend_lines(table), "", *_grid_lines(table, colour)]
+    groups = [group for group in CLASS_STYLES if group != "unclear"]
+    top_heads = [line for group in groups for line in _top_heads(table, group, colour)]
+    return "\n".join([*lines, *([""] if top_heads else []), *top_heads, *format_notes(table.notes)])
 
 
 def _legend_lines(table: HeadTable) -> list[str]:

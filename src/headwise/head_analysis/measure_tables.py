@@ -130,4 +130,4 @@ def format_attention_table(table: AttentionTable) -> str:
         largest = "  ".join(f"{table.keys[key]!r} {key}: {texts[key]}" for key in order if values[key])
         rows.append([repr(query), str(place), largest])
     lines = format_columns(["query", "position", "largest keys"], rows)
-    return "\n".join([table.title, "", *lines])
+    return "\n".join([localise(table.title), "", *lines])

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..translation.language import localise
+from ..translation.terminal_text import heading_cell, label_cell
 from .attention_record import Array, AttentionRecord
 from .attention_trace import Trace, query_blocks
 
@@ -122,9 +124,12 @@ class TraceComparison:
         }
 
     def __str__(self) -> str:
-        lines = [f"{len(pairs.first)} aligned tokens of the {name}" for name, pairs in self.alignments.items()]
-        lines += [f"not compared: {site}: {reason}" for site, reason in self.left_out.items()]
-        lines += [f"{'head':<28} {'divergence':>10} {'largest':>9} {'entropy change':>15}"]
+        lines = [
+            localise(f"{len(pairs.first)} aligned tokens of the {name}") for name, pairs in self.alignments.items()
+        ]
+        lines += [localise(f"not compared: {site}: {reason}") for site, reason in self.left_out.items()]
+        headings = [heading_cell(name, width) for name, width in (("divergence", 10), ("largest", 9))]
+        lines += [" ".join([label_cell("head", 28), *headings, heading_cell("entropy change", 15)])]
         ranked = self.ranked
         divergences = _format_column([head.divergence for head in ranked])
         weights = _format_column([head.largest for head in ranked])

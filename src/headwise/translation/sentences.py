@@ -110,7 +110,7 @@ def _translate(sentence: str) -> str | None:
 def _translate_whole(sentence: str, *, values_may_be_english: bool) -> str | None:
     """The translation of a sentence with its values; they are names and numbers unless they may be English."""
     if text := read_catalogue().get(sentence):
-        return text
+        return text.replace("{{", "{").replace("}}", "}")
     for template in read_templates():
         values = template.match(sentence)
         if values is not None and not any(PART_END.search(value) for value in values):
