@@ -155,8 +155,8 @@ ERRORS_PAGE = (ROOT / "docs" / "errors.md").read_text("utf-8")
 # Arguments that make a command of the session short; the other arguments stay as they are.
 SHORT = {
     "demo": ["--quick"],
-    "train": ["--steps", "3", "--batch", "8"],
-    "study": ["--set", "recipe.steps=2", "--set", "seeds=[1,2]", "--jobs", "0"],
+    "train": ["--steps", "3", "--batch", "8", "--set", "recipe.evaluate_batches=1"],
+    "study": ["--set", "recipe.steps=2", "--set", "recipe.evaluate_batches=1", "--set", "seeds=[1,2]", "--jobs", "0"],
     "heads": ["--limit", "4", "--resamples", "100"],
     "prune": ["--limit", "4", "--seconds", "0.05"],
     "convert": ["--limit", "4", "--seconds", "0.05"],

@@ -247,7 +247,8 @@ def test_sigterm_ends_with_143_and_leaves_nothing(tmp_path: Path):
 def test_training_ends_with_the_code_of_its_signal(number: int, code: int, tmp_path: Path):
     """Training handles both signals in the same way: it writes a checkpoint first."""
     argv = ["train", "copy", "--out", str(tmp_path / "run"), "--steps", "100000"]
-    for setting in ("checkpoint_every=1", "precision=fp32", "attention=plain", "rows=padded", "compile=off"):
+    quick = ("precision=fp32", "attention=plain", "rows=padded", "compile=off", "evaluate_batches=1", "batch=4")
+    for setting in ("checkpoint_every=1", *quick):
         argv += ["--set", f"recipe.{setting}"]
     with subprocess.Popen([*COMMAND, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while not any(tmp_path.rglob("*.safetensors")):

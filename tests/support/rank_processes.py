@@ -90,7 +90,8 @@ def fork_ranks(ranks: int, function: str, folder: Path, timeout: float) -> bool:
     """Run a function on forks of this process; False if one fails or is not done in time."""
     module, _, name = function.rpartition(".")
     call = getattr(importlib.import_module(module), name)
-    importlib.import_module("torch._dynamo")  # an optimiser of torch imports it, half a second on each rank
+    for imported_later in ("torch._dynamo", "numba"):  # by optimisers and kernels, on each rank if not here
+        importlib.import_module(imported_later)
     port, fork = free_port(), multiprocessing.get_context("fork")
     processes = [
         fork.Process(target=run_rank, args=(call, folder, torchrun_variables(rank, ranks, port)), daemon=True)
