@@ -229,6 +229,16 @@ def test_the_error_does_not_depend_on_size(times):
     assert layer_from_weights(to_collaborative)(x).isfinite().all()
 
 
+def test_the_largest_head_sets_the_scale_of_all():
+    """A head that is larger by 1e200 is approximated alone, and its squares do not overflow."""
+    layer = cases.layer(base())
+    with torch.no_grad():
+        layer.project["q"][:4] *= 1e200
+    conversion = hw.convert_to_collaborative(layer.spec, layer.state_dict(), 4)
+    assert conversion.relative_error < 1e-12
+    assert all(weight.isfinite().all() for weight in conversion.weights.values())
+
+
 @pytest.mark.parametrize("heads", [6, 1], ids=["all", "one"])
 @pytest.mark.parametrize("sides", ["q", "k", "qk"])
 @pytest.mark.parametrize("width", [7, 24])

@@ -101,6 +101,10 @@ def test_why_a_layer_is_no_latent():
         ({"modifiers": (hw.Knocking(),)}, "Knocking needs queries, keys and values"),
         ({"project": hw.Overlapping(overlap=0)}, "project Overlapping; give one with project Direct"),
         ({"similarity": hw.Gaussian()}, "use Dot"),
+        (
+            {"kv": 3, "modifiers": (hw.Concrete(per="kv"),)},
+            "^concrete has parameters per key-value head, .* remove concrete$",
+        ),
     ):
         spec = base(**options)
         with pytest.raises(hw.SpecError, match=reason):
