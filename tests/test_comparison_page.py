@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from headwise import cli
+from support.syntax_trees import syntax_nodes
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tools" / "feature_comparison.toml"
@@ -41,8 +42,9 @@ def cells(line: str) -> list[str]:
 
 def defined_tests(path: Path) -> set[str]:
     """Names of the test functions at the top of a file."""
-    tree = ast.parse(path.read_text("utf-8"))
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    module = syntax_nodes(path.read_text("utf-8"))[0]
+    assert isinstance(module, ast.Module)
+    return {node.name for node in module.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
 
 def test_there_are_62_features_and_18_tools(comparison_page: ModuleType):

@@ -15,6 +15,7 @@ import headwise as hw
 from headwise import cli, escaping
 from headwise.cli.arguments import print_page
 from headwise.escaping import escape_html, escape_markdown, escape_page, escape_svg, escape_terminal, shorten_message
+from support.syntax_trees import syntax_nodes
 
 SOURCE = Path(hw.__file__).parent
 TARGETS = (escape_terminal, escape_html, escape_svg, escape_markdown, escape_page)
@@ -135,7 +136,7 @@ def is_print(node: ast.AST) -> bool:
 
 
 def test_commands_print_in_one_place():
-    nodes = {path: list(ast.walk(ast.parse(path.read_text()))) for path in SOURCE.rglob("*.py")}
+    nodes = {path: syntax_nodes(path.read_text()) for path in SOURCE.rglob("*.py")}
     found = {path.relative_to(SOURCE).as_posix(): sum(map(is_print, one)) for path, one in nodes.items()}
     assert {path: count for path, count in found.items() if count} == PRINTS
 

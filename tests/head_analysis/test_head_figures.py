@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -106,6 +107,7 @@ FIGURES: dict[str, Callable[[FigureTheme], Figure]] = {
     "small head": lambda theme: draw_head(picture("", 3, 2, ""), f"{MODEL}: decoder.1.cross 3", theme),
     "pair": lambda theme: draw_head_overlay(*[picture(LONG_TITLE)] * 2, f"{MODEL}: attention of two heads", theme),
 }  # fmt: skip
+DARK_FIGURES = set([*FIGURES][::2])
 
 
 def visible_texts(figure: Figure) -> Iterator[Text]:
@@ -126,13 +128,19 @@ def visible_texts(figure: Figure) -> Iterator[Text]:
             yield text
 
 
-def draw_figure(name: str, theme_name: str = "light") -> Figure:
-    theme = FIGURE_THEMES[theme_name]
+def draw_figure(name: str) -> Figure:
+    theme = FIGURE_THEMES["dark" if name in DARK_FIGURES else "light"]
     with figure_style(theme):
         figure = FIGURES[name](theme)
         head_figures.localise_figure(figure)
         FigureCanvasAgg(figure).draw()
     return figure
+
+
+@functools.cache
+def english_figure(name: str) -> Figure:
+    """A figure that several tests read and none changes."""
+    return draw_figure(name)
 
 
 # --- Chinese -------------------------------------------------------------------------------------------
@@ -238,7 +246,7 @@ def test_tokens_that_are_words_of_the_catalogue_stay(square_font: str):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_no_text_is_clipped_or_overlaps_another(name: str):
-    figure = draw_figure(name)
+    figure = english_figure(name)
     texts = list(visible_texts(figure))
     boxes = [text.get_window_extent() for text in texts]
     page = figure.bbox
@@ -254,7 +262,7 @@ def test_no_text_is_clipped_or_overlaps_another(name: str):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_titles_name_the_model_and_axes_have_names(name: str):
-    figure = draw_figure(name, "dark")
+    figure = english_figure(name)
     assert MODEL in figure.get_suptitle().replace("\n", "")
     message = " ".join(text.get_text() for text in visible_texts(figure))
     expected = {

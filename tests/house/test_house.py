@@ -25,6 +25,8 @@ from pathlib import Path
 
 import pytest
 
+from support.syntax_trees import syntax_nodes
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "headwise"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -48,12 +50,13 @@ def named(path: Path) -> str:
 
 
 @functools.cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), filename=str(path))
+def nodes(path: Path) -> list[ast.AST]:
+    return syntax_nodes(path.read_text())
 
 
-def functions(path: Path) -> Iterator[Function]:
-    yield from (node for node in ast.walk(tree(path)) if isinstance(node, Function))
+@functools.cache
+def functions(path: Path) -> list[Function]:
+    return [node for node in nodes(path) if isinstance(node, Function)]
 
 
 def comments(path: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, str]]:
@@ -250,7 +253,7 @@ def test_nothing_is_left_to_do():
 def calls(path: Path, *names: str) -> Iterator[ast.Call]:
     """Calls of these builtins, outside a module's own command: `main` and `if __name__ == "__main__"`."""
     pending: list[ast.AST] = [
-        node for node in tree(path).body if not (isinstance(node, Function) and node.name == "main")
+        node for node in nodes(path)[0].body if not (isinstance(node, Function) and node.name == "main")
     ]
     while pending:
         node = pending.pop()
@@ -278,7 +281,7 @@ def test_interfaces_name_their_arguments():
         for path in FILES
         if path.relative_to(SOURCE).parts[0] in ("interfaces", "parts", "backends") and path.stem != "core_types"
     ]
-    classes = [(path, cls) for path in files for cls in ast.walk(tree(path)) if isinstance(cls, ast.ClassDef)]
+    classes = [(path, cls) for path in files for cls in nodes(path) if isinstance(cls, ast.ClassDef)]
     loose = [
         at(path, method, method.name)
         for path, cls in classes
@@ -293,7 +296,7 @@ def test_nothing_is_cached_behind_the_back_of_the_compiler():
     banned = {"lru_cache", "cached_property", "cache"}
     found = []
     for path in FILES:
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and node.module == "functools":
                 found += [at(path, node, name.name) for name in node.names if name.name in banned]
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "functools":
@@ -320,7 +323,7 @@ REGISTERS = {"part", "named"}  # decorators that put a class into the registry
 def registered(path: Path) -> set[str]:
     """Classes that a register decorates, called or bare."""
     found = set()
-    for cls in ast.walk(tree(path)):
+    for cls in nodes(path):
         if isinstance(cls, ast.ClassDef):
             marks = [mark.func if isinstance(mark, ast.Call) else mark for mark in cls.decorator_list]
             if REGISTERS & {ast.unparse(mark).split(".")[-1] for mark in marks}:
@@ -330,7 +333,7 @@ def registered(path: Path) -> set[str]:
 
 def identifiers(path: Path) -> Iterator[tuple[int, str]]:
     """Every name in the code and every identifier that is imported; strings and docstrings do not count."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Name):
             yield node.lineno, node.id
         elif isinstance(node, ast.Attribute):
@@ -431,7 +434,7 @@ def judges(node: ast.AST) -> bool:
         return True
     if not isinstance(node, ast.Call):
         return False
-    last = ast.unparse(node.func).split(".")[-1]
+    last = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
     return last in ("raises", "fail") or last.startswith(("check_", "assert_"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import io
 import re
 import tokenize
@@ -12,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from support.syntax_trees import syntax_nodes
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_IDIOMS = 1.0  # per 1,000 words
@@ -35,15 +36,10 @@ OPAQUE_VARIABLE = re.compile(
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-@functools.cache
-def nodes(source: str) -> list[ast.AST]:
-    return [*ast.walk(ast.parse(source))]
-
-
 def prose_of_code(source: str) -> list[str]:
     """Docstrings, comments, and strings of at least four words."""
-    docstrings = {ast.get_docstring(node, clean=False) for node in nodes(source) if isinstance(node, DOCUMENTED)}
-    strings = [n.value for n in nodes(source) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    docstrings = {ast.get_docstring(node, clean=False) for node in syntax_nodes(source) if isinstance(node, DOCUMENTED)}
+    strings = [n.value for n in syntax_nodes(source) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
     texts = [text for text in strings if text in docstrings or text.count(" ") >= 3]
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return texts + [token.string for token in tokens if token.type == tokenize.COMMENT]
@@ -51,14 +47,14 @@ def prose_of_code(source: str) -> list[str]:
 
 def summaries(source: str) -> list[str]:
     """The first line of each docstring."""
-    documented = [node for node in nodes(source) if isinstance(node, DOCUMENTED)]
+    documented = [node for node in syntax_nodes(source) if isinstance(node, DOCUMENTED)]
     return [docstring.splitlines()[0] for node in documented if (docstring := ast.get_docstring(node))]
 
 
 def bound_names(source: str) -> list[str]:
     """Names that are assigned, of arguments, and of functions and classes."""
     names: list[str] = []
-    for node in nodes(source):
+    for node in syntax_nodes(source):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.append(node.id)
         elif isinstance(node, ast.arg):

@@ -24,6 +24,7 @@ from headwise.viewer.open_model import OpenModel
 from headwise.viewer.similarity_actions import compute_similarity
 from headwise.viewer.tile_encoding import decode_arrays
 from support.page_browser import sample_model
+from support.syntax_trees import syntax_nodes
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "headwise"
 # The modules whose errors and progress the jobs of the page show.
@@ -59,7 +60,7 @@ def templates(node: ast.expr) -> list[str]:
 
 def sentences_of(path: Path) -> Iterator[str]:
     """The messages of errors, the notes of progress and the reasons in a module."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in syntax_nodes(path.read_text(encoding="utf-8")):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
             is_error = name.endswith(("Error", "TooLong", "TooLarge", "QueueFull", "Cancelled", "Exception"))
@@ -90,7 +91,7 @@ def test_every_sentence_of_a_module_has_a_translation(path: Path):
 
 def test_the_catalogue_has_no_sentence_that_nothing_says():
     files = [path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))]
-    texts = [node.value for text in files for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
+    texts = [node.value for text in files for node in syntax_nodes(text) if isinstance(node, ast.Constant)]
     texts += [entry.reference for entry in load_entries()]
     said = "\n".join(text for text in texts if isinstance(text, str)).lower()
     sections = tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))
@@ -198,7 +199,7 @@ def test_every_error_of_a_translated_command_has_a_translation(path: Path):
 )
 def test_every_text_that_a_report_makes_has_a_translation(path: Path):
     missing = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in syntax_nodes(path.read_text(encoding="utf-8")):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in TEXT_FUNCTIONS and node.args:
             missing += [
                 text for text in templates(node.args[0]) if ENGLISH.search(text) and not is_translated(filled(text))

@@ -67,7 +67,7 @@ def generate(
     (5, True)
     >>> generate(net, [3, 1, 4], max_new_tokens=9)
     Traceback (most recent call last):
-    ValueError: 3 tokens and 9 new ones are 3 more than the 8 positions of gpt2 can take; ask for at most 6 new ...
+    ValueError: 3 tokens and 9 new are 3 more than the 8 positions of gpt2 can take; ask for at most 6 new...
     """
     generator = TextGenerator.of(model, max_new_tokens, temperature, config)
     prompts = parse_prompts(model, ids_or_text, config.window)
