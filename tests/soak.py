@@ -29,7 +29,7 @@ import torch
 
 import headwise
 from headwise import cli
-from headwise.data.tokenizer_process import TokenizerProcess
+from headwise.data.tokenizer_calls import TokenizerProcess
 from headwise.errors import SpecError
 from headwise.files import write_atomically
 from support import bad_operands, hostile_requests

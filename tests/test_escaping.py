@@ -117,7 +117,7 @@ PRINTS = {
     "cli/bench.py": 1,
     "cli/command_parser.py": 2,
     "cli/exit_status.py": 1,
-    "cli/run/generated_text.py": 1,
+    "cli/run/answers.py": 1,
     "data/tokenizer_worker.py": 1,
     "demo/translator.py": 2,
     "masking/patterns.py": 1,

@@ -21,7 +21,7 @@ from headwise import cli, output_paths
 from headwise.errors import SpecError
 from headwise.output_paths import FileKind, FolderKind, check_output, stage_folder
 from headwise.traces.import_export import trace_from_weights
-from headwise.viewer.html_export import PageAssets, render_html
+from headwise.viewer.export_files import PageAssets, render_html
 
 REACHED = "the command got to its work"
 PASSES, EXISTS = "", "it exists; replace it with --overwrite"

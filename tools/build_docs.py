@@ -223,8 +223,7 @@ for document in ("000", "001", "002", "003", "004"):
 @generates
 def learn_documents() -> str:
     """The documents of `headwise learn`: entries by verdict, and topics."""
-    from headwise.learn.catalogue import list_topics, load_documents
-    from headwise.learn.entry import Verdict
+    from headwise.learn.catalogue import Verdict, list_topics, load_documents
 
     rows = []
     for document in load_documents():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from headwise.learn.catalogue import find_entries
-from headwise.learn.entry import Entry, Result
+from headwise.learn.catalogue import Entry, Result, find_entries
 from headwise.learn.entry_text import Words
 
 # Entries of `headwise learn` in each part of the pages.

@@ -16,8 +16,7 @@ from typing import Any
 
 from headwise.files import write_atomically
 from headwise.studies.process_engine import ProcessEngine
-from headwise.studies.report_figures import SVG_STYLE
-from headwise.studies.report_page import draw_differences, draw_lengths
+from headwise.studies.report_page import SVG_STYLE, draw_differences, draw_lengths
 from headwise.studies.study_file import Study, read_study
 from headwise.studies.study_report import StudyReport, describe_protocol, list_task_details, write_report
 from headwise.studies.study_runner import run_study

@@ -487,7 +487,6 @@ NAMES = {
     "OUTPUT_FOLDERS": [kind.name for kind in OUTPUT_FOLDERS],
     "COMPILE_MODES": COMPILE_MODES,
     "ACTIVATION_PROFILES": [*activations.BACKEND_PROFILES, *activations.FORMULA_PROFILES],
-    "CALL_STATES": backend_report.STATES,
     "LOGGERS": LOGGERS,
     "NETWORKS": [name for name in NETWORKS if name != "transformer"],
 }
@@ -504,11 +503,12 @@ def test_every_list_of_names_is_compared():
 
 
 @pytest.mark.parametrize(
-    ("command", "option", "names"), [("cost", "--profile", "ACTIVATION_PROFILES"), ("why", "--when", "CALL_STATES")]
+    ("command", "option", "names"),
+    [("cost", "--profile", known_names.ACTIVATION_PROFILES), ("why", "--when", backend_report.STATES)],
 )
-def test_help_lists_every_name(capsys, monkeypatch, command: str, option: str, names: str):
+def test_help_lists_every_name(capsys, monkeypatch, command: str, option: str, names: tuple[str, ...]):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):
         cli.main([command, "--help-all"])
     entry = capsys.readouterr().out.partition(f"  {option} ")[2].partition("  --")[0]
-    assert [name for name in getattr(known_names, names) if name not in entry] == []
+    assert [name for name in names if name not in entry] == []

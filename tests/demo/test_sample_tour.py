@@ -12,7 +12,7 @@ import torch
 
 import headwise as hw
 from headwise import cli
-from headwise.demo import sample_pictures, sample_report, sample_tour
+from headwise.demo import sample_report, sample_tour
 from headwise.demo.sample_tour import Tour, TourScale, run_sample_tour
 from headwise.errors import SpecError
 from headwise.translation.terminal_text import text_width
@@ -121,14 +121,14 @@ def test_removed_heads_are_marked_in_the_map(tour: Tour):
 
 @pytest.mark.parametrize("token", ["</svg><script>", "\u202e", "\u200b", '"><b'])
 def test_hostile_tokens_stay_text_in_pictures(token: str):
-    heat_map = sample_pictures.draw_heat_map([[1.0]], [token], [token], token)
+    heat_map = sample_report.draw_heat_map([[1.0]], [token], [token], token)
     counts = Page(heat_map).counts
     assert set(counts) == {"svg", "g", "rect", "path", "title", "text"}
-    assert "\u202e" not in sample_pictures.show_token(token)
+    assert "\u202e" not in sample_report.show_token(token)
 
 
 def test_cells_of_a_picture_are_the_weights():
-    thumbnail = sample_pictures.draw_thumbnail([[0.0, 1.0], [0.25, 0.0]], "a")
+    thumbnail = sample_report.draw_thumbnail([[0.0, 1.0], [0.25, 0.0]], "a")
     assert re.findall(r'class="s(\d)" d="([^"]*)"', thumbnail) == [("4", "M0 1h1v1h-1z"), ("8", "M1 0h1v1h-1z")]
 
 

@@ -24,16 +24,18 @@ from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
 from headwise.head_analysis.attention_figures import (
     SCALE_LABEL,
     HeadPicture,
+    PictureMaker,
     draw_gallery,
     draw_head,
     draw_head_overlay,
+    find_cells,
+    score_cells,
 )
 from headwise.head_analysis.head_classes import classify_heads
 from headwise.head_analysis.head_figures import FIGURE_THEMES, FigureTheme, figure_style, text_colour_on
 from headwise.head_analysis.head_measurement import measure_heads
 from headwise.head_analysis.head_similarity import PlaneEmbedding
 from headwise.head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure, locate_head
-from headwise.head_analysis.picture_examples import PictureMaker, find_cells, score_cells
 from headwise.inspect.trace_capture import trace
 from headwise.translation.language import use_language
 from support import handset_heads as handmade

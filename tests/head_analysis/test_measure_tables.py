@@ -14,8 +14,7 @@ import torch
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.head_analysis.head_table import HeadMeasures, HeadTable, Measure
-from headwise.head_analysis.importance_result import HeadImportance, ImportanceResult
+from headwise.head_analysis.head_table import HeadImportance, HeadMeasures, HeadTable, ImportanceResult, Measure
 from headwise.head_analysis.measure_tables import format_head_ranking, format_interval, format_numbers
 
 VALUES = [(3.21e-6, 1.5e-6, 4.9e-6), (-8.04e-7, -1e-6, 2e-7), (math.nan, math.nan, math.nan)]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.head_analysis.annotated_examples import Example
 from headwise.head_analysis.head_measurement import MeasureOptions
+from headwise.head_analysis.head_metrics import IMAGE_METRICS, PATCH_METRICS
 from headwise.head_analysis.image_examples import PatchLayout
-from headwise.head_analysis.patch_metrics import IMAGE_METRICS, PATCH_METRICS
 from headwise.head_analysis.weight_bands import WeightBand
 
 ROWS, COLUMNS, OTHERS = 3, 5, 2

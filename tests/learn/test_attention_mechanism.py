@@ -12,7 +12,7 @@ import torch
 import headwise as hw
 from headwise.data import make_task
 from headwise.learn.attention_mechanism import gru_steps
-from headwise.learn.sampled_tensors import make_layer, sample
+from headwise.learn.measured_layers import make_layer, sample
 from headwise.studies.variant_models import resize_model
 from headwise.viewer.bundled_sample import load_sample_trace
 from support import learn_entries as learn

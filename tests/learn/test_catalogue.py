@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headwise.learn import catalogue
-from headwise.learn.entry import Text, Verdict
+from headwise.learn.catalogue import Text, Verdict
 from headwise.learn.entry_text import MARKS, Words, plain_formula, wrap_page
 from headwise.translation.terminal_text import align_table, text_width
 

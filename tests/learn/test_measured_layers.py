@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from headwise.costs.layer_reach import LAYERS
 from headwise.learn import measured_layers
-from headwise.learn.sampled_tensors import make_layer, sample
+from headwise.learn.measured_layers import make_layer, sample
 from headwise.nn.attention import Attention
 from headwise.presets import design
 from support import learn_entries as learn

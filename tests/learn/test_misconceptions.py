@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.learn.sampled_tensors import make_layer, sample
+from headwise.learn.measured_layers import make_layer, sample
 from headwise.viewer.bundled_sample import load_sample_model
 from support import learn_entries as learn
 from support.learn_entries import array, entropy, layer_output, layer_parts, softmax

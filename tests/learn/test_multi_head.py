@@ -12,8 +12,8 @@ import torch
 
 import headwise as hw
 from headwise.head_analysis.random_baseline import make_random_baseline
+from headwise.learn.measured_layers import make_layer, sample
 from headwise.learn.multi_head_analysis import STORED_HEADS
-from headwise.learn.sampled_tensors import make_layer, sample
 from headwise.nn.attention import Attention
 from headwise.viewer import bundled_sample
 from support import learn_entries as learn

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.learn.sampled_tensors import make_layer, sample
+from headwise.learn.measured_layers import make_layer, sample
 from support import learn_entries as learn
 from support.learn_entries import array, layer_parts, softmax
 

@@ -19,11 +19,10 @@ from headwise.data import make_task
 from headwise.errors import SpecError
 from headwise.head_analysis.annotated_examples import Example, examples_from_task
 from headwise.head_analysis.head_measurement import MeasureOptions, MetricSums, measure_heads, sum_examples
-from headwise.studies import ray_engine, ray_heads
+from headwise.studies import ray_engine
 from headwise.studies.cell_heads import LayerDiversity
 from headwise.studies.process_engine import ProcessEngine
-from headwise.studies.ray_engine import RayEngine
-from headwise.studies.ray_heads import SHARD_SIZE, RayHeads
+from headwise.studies.ray_engine import SHARD_SIZE, RayEngine, RayHeads
 from headwise.studies.study_file import Study, parse_study
 from headwise.studies.study_runner import RESULTS_FILE, run_study
 from support import dying_cells
@@ -81,7 +80,7 @@ def make_heads() -> tuple[hw.Transformer, list[Example]]:
 def test_heads_of_shards_whose_workers_die_are_those_of_one_process(
     two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(ray_heads, "sum_shard_elsewhere", dying_cells.sum_or_die_elsewhere)
+    monkeypatch.setattr(ray_engine, "sum_shard_elsewhere", dying_cells.sum_or_die_elsewhere)
     net, examples = make_heads()
     counts: list[int] = []
     on_ray = measure_heads(net, examples, options=MeasureOptions(engine=RayHeads(two_nodes)), progress=counts.append)

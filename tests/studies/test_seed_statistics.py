@@ -11,7 +11,6 @@ import pytest
 import scipy  # imports scipy.stats when a test needs it
 
 from headwise.studies.cells import CellGrid
-from headwise.studies.contrasts import Readout
 from headwise.studies.seed_statistics import (
     VariantScore,
     bootstrap_mean,
@@ -22,7 +21,7 @@ from headwise.studies.seed_statistics import (
     student_tail,
     t_interval,
 )
-from headwise.studies.study_file import parse_study
+from headwise.studies.study_file import Readout, parse_study
 from headwise.studies.study_report import list_claims
 from headwise.studies.study_runner import CellResult, StudyResults, choose_rates
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.learn.catalogue import load_documents
-from headwise.learn.entry import Entry
+from headwise.learn.catalogue import Entry, load_documents
 from headwise.viewer.bundled_sample import load_sample_trace
 
 Numbers = Mapping[str, Any]

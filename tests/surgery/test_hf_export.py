@@ -454,10 +454,6 @@ def test_the_record_lists_the_steps_and_the_source(tmp_path: Path, here: None):
     assert said_there["loader"] == {"name": "load_model.py", "sha256": said_there["files"]["load_model.py"]}
     plan = model_folder.read_record(tmp_path / "cut")
     assert model_folder.read_record(tmp_path / "cut" / RECORD_FILE) == plan
-    model_folder.check_record(plan, tmp_path / "source")
-    source("gpt2", tmp_path / "other", initializer_range=0.1)
-    with pytest.raises(hw.SpecError, match=r"made for another checkpoint: config\.json of .*other differs"):
-        model_folder.check_record(plan, tmp_path / "other")
 
 
 def harmed(name: str, change: Callable[[str], str]) -> Callable[[Path], object]:

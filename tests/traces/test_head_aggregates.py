@@ -11,7 +11,7 @@ import torch
 import headwise as hw
 from headwise.head_analysis.attention_maps import compute_attention_maps
 from headwise.traces import trace_from_weights
-from headwise.traces.head_aggregates import aggregate_heads, roll_out_attention
+from headwise.traces.attention_trace import aggregate_heads, roll_out_attention
 from headwise.traces.query_key_map import multiply_channels
 
 LLAMA = {"model_type": "llama", "hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 6,

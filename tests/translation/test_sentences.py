@@ -14,15 +14,14 @@ import pytest
 
 from headwise import cli
 from headwise.learn.catalogue import load_entries
-from headwise.translation.language import use_language
-from headwise.translation.sentences import CATALOGUE, Template, iter_sentences, read_catalogue, translate
+from headwise.translation.language import CATALOGUE, Template, iter_sentences, read_catalogue, translate, use_language
 from headwise.translation.terminal_text import text_width
 from headwise.viewer import bundled_sample
+from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.model_actions import measure
 from headwise.viewer.model_worker import Job, JobProgress, describe_error
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.similarity_actions import compute_similarity
-from headwise.viewer.tile_encoding import decode_arrays
 from support.page_browser import sample_model
 from support.syntax_trees import syntax_nodes
 

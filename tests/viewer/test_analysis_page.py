@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.traces.head_aggregates import aggregate_heads, roll_out_attention
-from headwise.viewer.analysis_answers import encode_aggregate, encode_products, encode_written
+from headwise.traces.attention_trace import aggregate_heads, roll_out_attention
+from headwise.viewer.binary_answers import decode_arrays, encode_aggregate, encode_products, encode_written
 from headwise.viewer.lab_runs import find_token_decoder, id_inputs
-from headwise.viewer.tile_encoding import decode_arrays
 from support.page_browser import sample_model, served, wait_until
 
 

@@ -14,10 +14,10 @@ import torch
 import headwise as hw
 from headwise.traces import trace_from_weights
 from headwise.viewer import bundled_sample
+from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.comparison_actions import compare_attention, exact_pair, pool_difference
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
-from headwise.viewer.tile_encoding import decode_arrays
 from headwise.viewer.view import Target, open_target
 
 GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import headwise as hw
 from headwise.hub.tokenizer_files import attach_tokenizer
 from headwise.viewer import bundled_sample
+from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.evidence_actions import find_evidence, measure_syntax
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
-from headwise.viewer.tile_encoding import decode_arrays
 from headwise.viewer.view import Target, open_model
 from support.page_browser import sample_model, served
 

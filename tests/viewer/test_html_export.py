@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import SpecError
-from headwise.viewer import html_export
-from headwise.viewer.html_export import PageAssets, encode_answers, escape_json, load_assets, make_title, render_html
+from headwise.viewer import export_files
+from headwise.viewer.export_files import PageAssets, encode_answers, escape_json, load_assets, make_title, render_html
 
 ASSETS = PageAssets('console.log("a < b");', "body{color:red}")
 HOSTILE = [
@@ -118,4 +118,4 @@ def test_binary_answers_are_base64():
 
 def test_titles_show_what_cannot_be_printed():
     assert make_title("a\u202eb\u200b\x1b\ud800") == "a\\u202eb\\u200b\\x1b\\ud800 · headwise"
-    assert html_export.make_title("日期") == "日期 · headwise"
+    assert export_files.make_title("日期") == "日期 · headwise"

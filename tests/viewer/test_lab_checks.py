@@ -1,16 +1,20 @@
-"""The Lab's second way: a copy without the weights of the ablated heads, and the continued text."""
+"""Checks of the Lab: a copy without the ablated heads, the continued text, and the losses over several texts."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import headwise as hw
+from headwise.head_analysis.annotated_examples import Example
+from headwise.surgery.verification.quality_metrics import measure_quality
+from headwise.viewer import bundled_sample, lab_checks
 from headwise.viewer.lab_actions import compute_effect, continue_text
-from headwise.viewer.lab_checks import check_by_removal
+from headwise.viewer.lab_checks import MAX_TEXTS, check_by_removal, evaluate_texts
 from headwise.viewer.lab_runs import DEFAULT_OPTIONS, LabRuns
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import AblatedHead, OpenModel
@@ -121,3 +125,92 @@ def test_the_page_shows_the_check_and_both_texts(page: Any):
         assert lines.nth(1).inner_text() == "".join(wanted["after"])
         first = next(n for n, (a, b) in enumerate(zip(wanted["before"], wanted["after"], strict=False)) if a != b)
         assert f"differ from new token {first + 1} on" in shown.inner_text()
+
+
+LINES = ["one", "two", "three", "four"]
+
+
+@pytest.fixture
+def model_of_lines(monkeypatch: pytest.MonkeyPatch) -> tuple[OpenModel, Any, list[Example]]:
+    """A model without a tokenizer, its open ids, and the examples that the lines of a job stand for."""
+    net = hw.build(hw.families.read_model_spec(GPT), seed=0).eval()
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(0, 40, (1, length), generator=generator) for length in (17, 9, 12, 20)]
+    examples = [Example({"x": ids}, {}) for ids in rows]
+    monkeypatch.setattr(lab_checks, "make_examples", lambda *_: examples)
+    return OpenModel(hw.trace(net, rows[0], log=lambda _: None), net), net, examples
+
+
+def rows_by_name(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in report["rows"]}
+
+
+def test_losses_are_those_of_a_model_with_edited_weights(model_of_lines: tuple[OpenModel, Any, list[Example]]):
+    model, net, examples = model_of_lines
+    found = evaluate_texts(model, {"heads": [[1, 2]], "texts": LINES}, progress())
+    expected = measure_quality(without_heads(net, SITE, [2]), examples, baseline=net)
+    assert found["texts"] == 4
+    assert found["objective"] == "next-token"
+    assert list(rows_by_name(found)) == ["loss", "perplexity", "accuracy"]
+    for row in expected.data["rows"]:
+        for side in ("before", "after", "change"):
+            assert rows_by_name(found)[row["name"]][side] == pytest.approx(row[side], rel=1e-5, abs=1e-7), row["name"]
+    assert rows_by_name(found)["loss"]["change"]["value"] != 0
+    assert model.ablated == ()
+
+
+def test_means_are_those_of_the_open_text(model_of_lines: tuple[OpenModel, Any, list[Example]]):
+    model, net, examples = model_of_lines
+    found = evaluate_texts(model, {"heads": [[1, 0, "mean"]], "texts": LINES}, progress())
+    means = hw.head_means(net, [examples[0].model_inputs["x"]], [(SITE, 0)])
+    losses, counts = [], []
+    for example in examples:
+        ids = example.model_inputs["x"]
+        with torch.inference_mode(), hw.patch(net, means):
+            logits = net(ids)[0, :-1]
+        losses.append(float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")))
+        counts.append(ids.shape[1] - 1)
+    assert rows_by_name(found)["loss"]["after"]["value"] == pytest.approx(sum(losses) / sum(counts), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"heads": [[1, 0]], "texts": ["one", " "]}, "cannot evaluate on 1 text; give 2 to 256, one a line"),
+        ({"heads": [[1, 0]], "texts": ["a"] * (MAX_TEXTS + 1)}, "cannot evaluate on 257 texts"),
+        ({"heads": [[1, 0]]}, "cannot evaluate on 0 texts"),
+        ({"heads": [], "texts": LINES}, "no head is ablated"),
+        ({"heads": [[1, 0, "resample"]], "texts": LINES}, "ablate at all tokens, by zero, mean or noise"),
+        ({"heads": [[1, 0]], "texts": LINES, "tokens": {"text": [2]}}, "other texts have other tokens"),
+        ({"heads": [[1, 9]], "texts": LINES}, "there is no head 9"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(
+    model_of_lines: tuple[OpenModel, Any, list[Example]], arguments: dict[str, Any], message: str
+):
+    with pytest.raises(ValueError, match=message):
+        evaluate_texts(model_of_lines[0], arguments, progress())
+
+
+def test_the_page_shows_the_loss_over_an_evaluation_set(page: Any):
+    model = sample_model()
+    lines = list(bundled_sample.TEXTS[:4])
+    expected = evaluate_texts(model, {"heads": [[2, 1]], "texts": lines}, progress())
+    with served(model) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        page.get_by_role("link", name="Lab").click()
+        page.get_by_role("switch", name="E2 H1").click()
+        page.get_by_text("Evaluation set: 0 texts").click()
+        page.get_by_label("Evaluation set").fill("\n".join(lines))
+        page.get_by_text("Evaluation set: 4 texts").wait_for()
+        page.get_by_role("button", name="Measure the loss").click()
+        shown = page.get_by_test_id("evaluation")
+        shown.wait_for(timeout=60_000)
+        cells = shown.get_by_role("row").nth(1).get_by_role("cell").all_inner_texts()
+        loss = rows_by_name(expected)["loss"]
+        np.testing.assert_allclose(
+            [float(text) for text in cells[1:3]], [loss["before"]["value"], loss["after"]["value"]], rtol=0.05
+        )
+        page.get_by_role("switch", name="E2 H2").click()
+        page.get_by_text("The heads have changed since").first.wait_for()

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from headwise.viewer.html_export import STATIC
+from headwise.viewer.export_files import STATIC
 
 ROOT = Path(__file__).resolve().parents[2]
 # kB of gzip: everything the page can load, what the first screen loads, styles; kB of the script of an empty export

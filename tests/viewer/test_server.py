@@ -15,11 +15,11 @@ from starlette.testclient import TestClient
 
 import headwise as hw
 from headwise.traces import load_trace, trace_from_weights
+from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.http_security import MAX_BODY_BYTES, SecurityMiddleware, allowed_hosts
 from headwise.viewer.model_worker import MAX_QUEUED_JOBS
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ViewServer, open_socket, serve
-from headwise.viewer.tile_encoding import decode_arrays
 from support.page_browser import examples_of_ids
 
 HOST, TOKEN = "127.0.0.1:8000", "a-secret"

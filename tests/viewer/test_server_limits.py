@@ -24,12 +24,12 @@ import headwise as hw
 from headwise.inspect.model_inputs import ModelInputs
 from headwise.traces import Trace
 from headwise.traces.attention_record import TokenRow
+from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
 from headwise.viewer.model_actions import TextTooLong, capture_trace
 from headwise.viewer.model_worker import MAX_QUEUED_JOBS, ModelWorker
 from headwise.viewer.open_model import OpenModel, TileRange
 from headwise.viewer.server import ViewServer, open_socket
-from headwise.viewer.tile_encoding import decode_arrays
 
 HOST, TOKEN = "127.0.0.1:8000", "a-secret"
 STATIC = {"/index.html": (b"<!doctype html>", "text/html"), "/app.js": (b"1", "text/javascript")}

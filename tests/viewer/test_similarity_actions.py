@@ -11,11 +11,11 @@ import headwise as hw
 from headwise.head_analysis.head_circuits import compare_circuits
 from headwise.head_analysis.head_similarity import HeadLocation
 from headwise.viewer import bundled_sample
+from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.model_actions import make_examples
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.similarity_actions import compute_similarity, group_by_similarity
-from headwise.viewer.tile_encoding import decode_arrays
 from support.page_browser import sample_model, served, wait_until
 
 TEXTS = ["<zh>12,345 dollars", "<zh>7 dollars", "<zh>809.50 dollars"]

@@ -22,10 +22,9 @@ from headwise.model_spec import (
 from headwise.nn.head_axis_ops import KeptHeads
 from headwise.traces import trace_from_weights
 from headwise.traces.head_steps import MAX_KEY_VECTORS, HeadPlace, HeadSteps, recorded_steps
+from headwise.viewer.binary_answers import ONLY_TRACE, decode_arrays, find_steps
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ViewServer
-from headwise.viewer.step_answers import ONLY_TRACE, find_steps
-from headwise.viewer.tile_encoding import decode_arrays
 
 TOKENS, WORDS, MODEL = 13, 31, 20
 T5 = {"model_type": "t5", "d_model": 20, "d_kv": 7, "d_ff": 24, "num_heads": 3, "num_layers": 2, "vocab_size": WORDS}

@@ -10,8 +10,8 @@ import pytest
 
 from headwise.traces.head_steps import HeadPlace, HeadSteps
 from headwise.viewer import bundled_sample
+from headwise.viewer.binary_answers import find_steps
 from headwise.viewer.open_model import OpenModel
-from headwise.viewer.step_answers import find_steps
 from headwise.viewer.view import open_trace, render_export
 from support.page_browser import served, wait_until
 

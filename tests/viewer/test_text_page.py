@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.viewer.generation_actions import generate_text
+from headwise.viewer.lab_actions import generate_text
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 from support.page_browser import sample_model, served, wait_until

@@ -20,14 +20,14 @@ import torch
 import headwise as hw
 from headwise import cli
 from headwise.surgery.hf_export.model_folder import write_model_folder
-from headwise.viewer import bundled_sample, export_answers, html_export, view
+from headwise.viewer import bundled_sample, export_files, view
 from headwise.viewer.bundled_sample import SOURCE, TRACE, load_sample_trace
-from headwise.viewer.html_export import PageAssets, render_html
+from headwise.viewer.export_files import PageAssets, render_html
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ServerAddress
 from support.page_browser import require_browser
 
-LOAD_ASSETS = html_export.load_assets
+LOAD_ASSETS = export_files.load_assets
 HOSTILE = [
     "</script><script>document.title='hacked'</script>",
     "<img src=x onerror=document.title='hacked'>",
@@ -65,7 +65,7 @@ class Serving:
 def server(monkeypatch: pytest.MonkeyPatch) -> Serving:
     serving = Serving()
     monkeypatch.setattr("headwise.viewer.server.serve", serving)
-    monkeypatch.setattr(html_export, "load_assets", lambda: PageAssets("1", "a{}"))
+    monkeypatch.setattr(export_files, "load_assets", lambda: PageAssets("1", "a{}"))
     return serving
 
 
@@ -121,9 +121,9 @@ def test_an_export_of_a_model_has_measured_heads(tmp_path: Path):
 def test_many_weights_are_left_out_of_an_export(monkeypatch: pytest.MonkeyPatch):
     trace = load_sample_trace()
     count = sum(trace.head_weights(layer.name, 0).size * layer.heads for layer in trace.layers)
-    assert export_answers.count_bytes(trace) == 4 * count
-    monkeypatch.setattr(export_answers, "EXACT_BYTES", 4 * count - 1)
-    assert export_answers.collect_answers(OpenModel(trace))["weights"] == {}
+    assert export_files.count_bytes(trace) == 4 * count
+    monkeypatch.setattr(export_files, "EXACT_BYTES", 4 * count - 1)
+    assert export_files.collect_answers(OpenModel(trace))["weights"] == {}
 
 
 def test_one_line_with_the_address(
@@ -165,9 +165,9 @@ def test_a_pruned_folder_says_which_heads_are_gone(tmp_path: Path):
 
 def test_a_page_that_is_not_built_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     def missing() -> PageAssets:
-        raise ValueError(html_export.NOT_BUILT)
+        raise ValueError(export_files.NOT_BUILT)
 
-    monkeypatch.setattr(html_export, "load_assets", missing)
+    monkeypatch.setattr(export_files, "load_assets", missing)
     assert cli.main(["view", str(TRACE), "--no-browser"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -297,7 +297,7 @@ def test_a_browser_keeps_hostile_tokens_as_text_and_runs_nothing_else(tmp_path: 
 @pytest.mark.lengthy
 def test_the_page_works_in_the_frame_of_a_notebook(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In a sandboxed frame, which has no storage and no address of its own, with an empty console."""
-    monkeypatch.setattr(html_export, "load_assets", LOAD_ASSETS)
+    monkeypatch.setattr(export_files, "load_assets", LOAD_ASSETS)
     frame = hw.view(load_sample_trace())._repr_html_()
     (tmp_path / "a.html").write_text(f"<!doctype html><meta charset=utf-8>{frame}", encoding="utf-8")
     messages: list[str] = []

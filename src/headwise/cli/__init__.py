@@ -7,7 +7,7 @@ layer or a model: `spec`, `walk`, `sites` and `why`.
 `command_parser` makes help texts and errors. `exit_status` turns every error into one line and an exit code.
 `arguments` parses what commands share: specs, presets, folders of models, `--set KEY=VALUE` and `--json`.
 `argument_checks` and `known_names` refuse bad values before a model is loaded.
-`environment_report` and `shell_completion` are the options --version --json and --completion of headwise itself.
+`global_options` has what --version --json and --completion of headwise itself print.
 `text_arguments` and `compression_arguments` add the options for texts and for models that are written to a folder,
 `one_text` the options of `heads` for one text.
 
@@ -76,7 +76,7 @@ def usage() -> str:
 def _print_version(argv: Sequence[str]) -> int:
     """`headwise --version`, or with --json the versions of everything that is installed."""
     if argv == ["--json"]:
-        from .environment_report import describe_environment
+        from .global_options import describe_environment
 
         print(json.dumps(describe_environment(), indent=1))
         return 0
@@ -88,7 +88,7 @@ def _print_version(argv: Sequence[str]) -> int:
 
 def _print_completion(argv: Sequence[str]) -> int:
     """`headwise --completion SHELL`: the script that the shell runs."""
-    from .shell_completion import SCRIPTS
+    from .global_options import SCRIPTS
 
     if len(argv) != 1 or argv[0] not in SCRIPTS:
         got = repr(" ".join(argv)) if argv else "nothing"

@@ -42,8 +42,7 @@ from .text_arguments import add_text_arguments, attach_named_tokenizer, check_te
 if TYPE_CHECKING:
     from ..head_analysis.annotated_examples import Example
     from ..head_analysis.head_redundancy import RedundancyResult
-    from ..head_analysis.head_table import HeadTable
-    from ..head_analysis.importance_result import ImportanceResult
+    from ..head_analysis.head_table import HeadTable, ImportanceResult
 
 
 TRACE_SUFFIX = ".trace"
@@ -232,8 +231,8 @@ def _read_examples(model: Any, args: argparse.Namespace) -> tuple[list[Example],
     """The texts or images that the options name, notes on what was skipped, and the sites to measure (empty: all)."""
     if args.images is None:
         return (*read_examples(model, args), ())
+    from ..head_analysis.head_metrics import NOT_FOR_IMAGES
     from ..head_analysis.image_examples import examples_from_images
-    from ..head_analysis.patch_metrics import NOT_FOR_IMAGES
 
     images = examples_from_images(model, args.images, args.limit)
     return images.examples, (*images.notes, NOT_FOR_IMAGES), images.sites
@@ -437,7 +436,7 @@ def _measure_model(
 ) -> HeadTable:
     from ..head_analysis.dependency_syntax import DependencyScores
     from ..head_analysis.head_measurement import MeasureOptions
-    from ..head_analysis.patch_metrics import IMAGE_METRICS
+    from ..head_analysis.head_metrics import IMAGE_METRICS
     from ..head_analysis.text_analysis import measure_and_classify
     from ..head_analysis.word_alignment import AlignmentScores
 
@@ -445,7 +444,7 @@ def _measure_model(
     options = MeasureOptions(num_resamples=args.resamples, seed=args.seed, sites=site_names)
     options = options if args.images is None else options._replace(metrics=IMAGE_METRICS)
     if args.engine == "ray":
-        from ..studies.ray_heads import RayHeads
+        from ..studies.ray_engine import RayHeads
 
         options = options._replace(engine=RayHeads(args.address))
     convention = "clark" if args.criteria == "clark" else "ours"

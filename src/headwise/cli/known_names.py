@@ -47,6 +47,5 @@ OUTPUT_FOLDERS = {  # folders that commands write, with the patterns of file nam
 }
 COMPILE_MODES = ("off", "auto", "on")
 ACTIVATION_PROFILES = ("dense", "chunked", "bf16_matmul", "sdpa", "flash-cuda", "paper-2022", "zhihu-624740065")
-CALL_STATES = ("grad", "training", "mask", "paged", "packed")
 NETWORKS = ("gru", "conv", "conv-dilated", "gru-fixed", "gru-additive", "gru-dot")  # without self-attention
 LOGGERS = ("tensorboard", "mlflow", "wandb", "trackio")

@@ -21,7 +21,7 @@ from .arguments import (
 from .command_parser import CommandParser
 
 if TYPE_CHECKING:
-    from ..learn.entry import Entry, Result
+    from ..learn.catalogue import Entry, Result
 
 
 def main(argv: list[str]) -> int:

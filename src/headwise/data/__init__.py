@@ -3,13 +3,12 @@
 - `task`: the interface `Task`, and `Batch`; `task_registry` finds tasks by name (`make_task`)
   or path (`open_data`).
 - Synthetic tasks, generated in code (base class in `synthetic_task`): `algorithmic_tasks`,
-  `recall_tasks`, `listops`, `markov_chains`, `date_translation`.
+  `recall_tasks` (also Markov chains), `listops`, `date_translation`.
 - Tasks over files (base classes, also of classification, in
   `file_task`): `language_modelling` (plain text), `token_files` (token ids),
   `translation`, `jsonl`, `images` and `time_series`.
 - Helpers: `text_files` reads files, `vocabulary` tokenises, `tokenizer_calls` turns failures of the library into
-  errors, `tokenizer_process` limits its time in a process that runs `tokenizer_worker`, `example_order` shuffles and
-  splits.
+  errors and limits its time in a process that runs `tokenizer_worker`, `example_order` shuffles and splits.
 """
 
 from .task import IGNORE_INDEX, SPLITS, Batch, MetricSums, Task

@@ -16,8 +16,7 @@ from .images import ImageClassification, read_npz
 from .jsonl import JsonlTask
 from .language_modelling import STDLIB, TextTask
 from .listops import ListOps
-from .markov_chains import MarkovChains
-from .recall_tasks import AssociativeRecall, TwoKeyLookup
+from .recall_tasks import AssociativeRecall, MarkovChains, TwoKeyLookup
 from .task import Task
 from .text_files import existing_path, find_splits, list_files
 from .time_series import FrameClassification

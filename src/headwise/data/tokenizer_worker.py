@@ -1,4 +1,4 @@
-"""Script of a process that encodes and decodes for `tokenizer_process`; it imports nothing of headwise.
+"""Script of a process that encodes and decodes for `tokenizer_calls`; it imports nothing of headwise.
 
 It reads a tokenizer document as one line of JSON, then one request a line, and answers each with one line.
 """

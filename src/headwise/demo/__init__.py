@@ -1,7 +1,6 @@
 """`headwise demo`: the heads of a trained translator; with --train, a translator that is trained and compressed.
 
-The bundled sample: `sample_tour` runs the steps, `sample_pictures` draws heads as SVG, `terminal_heat_map` in
-characters, and `sample_report` writes the HTML file.
+The bundled sample: `sample_tour` runs the steps, and `sample_report` draws heads as SVG and writes the HTML file.
 
 With --train: this module makes the pages about one layer, and `soft_lookup` introduces attention as kernel regression.
 `translator` trains a small encoder-decoder model, shows which of its heads align words, then prunes and converts it.

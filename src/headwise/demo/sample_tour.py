@@ -20,14 +20,13 @@ from ..head_analysis.head_table import HeadMeasures, HeadTable, Measure
 from ..output_paths import check_output, stage_folder
 from ..traces import Trace
 from ..translation.language import join_clauses, join_items, localise
-from ..translation.terminal_text import label_cell, paragraph, rule, wrap
+from ..translation.terminal_text import draw_heat_map, label_cell, paragraph, rule, wrap
 from ..viewer.bundled_sample import MODEL, SOURCE, load_sample_model, load_sample_table, load_sample_trace
 from . import before_after, sample_report
-from .terminal_heat_map import draw_heat_map
 
 if TYPE_CHECKING:
     from ..data.date_translation import DateTranslation
-    from ..head_analysis.importance_result import ImportanceResult
+    from ..head_analysis.head_table import ImportanceResult
     from ..models import Transformer
 
 DIGITS = 8  # of the task that the sample was trained on

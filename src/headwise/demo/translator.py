@@ -35,9 +35,8 @@ from ..surgery.verification.proof import PROOF_JSON, ProofOptions, prove, write_
 from ..surgery.verification.quality_metrics import compare_task_scores
 from ..training import ConsoleLogger, Recipe, TrainingResult, train
 from ..translation.language import localise
-from ..translation.terminal_text import cut, paragraph
+from ..translation.terminal_text import cut, draw_heat_map, paragraph
 from . import before_after
-from .terminal_heat_map import draw_heat_map
 
 # --- Training and translations -------------------------------------------------------------------------
 

@@ -10,8 +10,15 @@ from weakref import WeakKeyDictionary
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from ..data.tokenizer_calls import decode_tokens, encode_tokens, parse_tokenizer
-from ..data.tokenizer_process import MAX_SECONDS, EncodedText, TokenizerProcess, is_bounded_decoder
+from ..data.tokenizer_calls import (
+    MAX_SECONDS,
+    EncodedText,
+    TokenizerProcess,
+    decode_tokens,
+    encode_tokens,
+    is_bounded_decoder,
+    parse_tokenizer,
+)
 from ..errors import SpecError, UnknownToken
 from ..model_spec import ProcessorSpec
 from ..models.save_load import check_processor

@@ -4,11 +4,11 @@
   images as examples with patches.
 - Entry points: `text_analysis` has `hw.heads` and `hw.importance`, which take any model and plain texts.
 - Measures: `head_measurement` runs a model over examples and returns a `head_table`. `attention_sinks` measures if the
-  first token is a sink, `weight_bands` streams the attention weights, `head_metrics`, `patch_metrics` (images) and
+  first token is a sink, `weight_bands` streams the attention weights, `head_metrics` (texts and images) and
   `literature_metrics` define the measures, `head_classes` names heads by them.
 - Linguistic roles: `dependency_syntax` (dependency relations, attention probe) and `word_alignment` (translation).
 - Importance: `head_importance` runs the methods of `importance_methods` and `lrp` for one of the `objectives`, and
-  returns an `importance_result`.
+  returns an `ImportanceResult` (`head_table`).
 - Redundancy: `head_redundancy` compares heads by the distances of `head_similarity`; `redundancy_summary` puts the
   result into sentences.
 - Weights: `head_circuits` has QK and OV circuits; `rank_analysis` measures spectra, ranks and rank collapse;
@@ -18,6 +18,6 @@
 - Numbers: `model_steps` has every step of one head for one query, from the residual stream to the residual stream.
 - Statistics: `resampling` has bootstrap intervals and permutation tests, `random_baseline` untrained models.
 - Output: `measure_tables` prints measures with their intervals, `head_table` writes them as JSON or CSV.
-  `head_figures` draws all heads, `attention_figures` single heads on the texts that `picture_examples` chooses;
+  `head_figures` draws all heads, `attention_figures` single heads on the texts that show their classes;
   `head_report` writes them.
 """

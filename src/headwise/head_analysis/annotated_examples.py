@@ -108,7 +108,6 @@ def find_sink_tokens(annotations: TokenAnnotations) -> Tensor:
 # --- Parsed sentences in CoNLL-U (universaldependencies.org/format) ------------------------------------
 
 NUM_COLUMNS = 10
-ROOT_RELATION = "root"
 WORD_NUMBER = re.compile(r"[0-9]{1,9}")
 
 

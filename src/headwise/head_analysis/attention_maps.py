@@ -16,7 +16,7 @@ from ..errors import SpecError, suggest
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import ModelRun, ObservedCall
 from ..inspect.model_inputs import get_streams, prepare_inputs
-from ..traces.head_aggregates import multiply_rollout
+from ..traces.attention_trace import multiply_rollout
 from .head_circuits import AttentionCircuits, get_circuits
 
 # --- Attention maps of one text ------------------------------------------------------------------------
@@ -195,12 +195,8 @@ def compute_attention_maps(model: nn.Module, inputs: Any) -> AttentionMaps:
     `inputs` are those of `hw.trace`: ids, a text, or a dictionary of arguments. Of several texts, the first is used.
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... )
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> maps = compute_attention_maps(net.eval(), torch.tensor([[3, 1, 4]]))
     >>> maps.norms("decoder.1.attention").shape, [round(row, 6) for row in maps.rollout().sum(-1).tolist()]
     (torch.Size([2, 3, 3]), [1.0, 1.0, 1.0])

@@ -76,7 +76,7 @@ class FirstTokenSums:
         """The weight of every head that has rows, with p-values corrected for the number of heads (Holm)."""
         weights: list[FirstTokenWeight] = []
         for site, by_text in self.observed.items():
-            observed, uniform = (_stack_texts(texts) for texts in (by_text, self.uniform[site]))
+            observed, uniform = (stack_texts(texts) for texts in (by_text, self.uniform[site]))
             value, chance = ratio_of_sums(*observed), ratio_of_sums(*uniform)
             p = excess_p_values(observed, uniform)
             weights += [
@@ -98,7 +98,8 @@ def _first_token_sums(band: WeightBand) -> Array:
     return torch.stack([one.sum(-1, dtype=torch.float64).expand(len(weight)) for one in sums]).cpu().numpy()
 
 
-def _stack_texts(by_text: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+def stack_texts(by_text: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """The sums and the counts of all texts, each as one array."""
     return np.stack([sums for sums, _ in by_text]), np.stack([counts for _, counts in by_text])
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import SpecError
 from .head_circuits import AttentionCircuits, TokenTables, copying_score, get_circuits, get_token_tables
-from .rank_analysis import DepthSimilarity, DimensionCount, LayerSpectrum
+from .rank_analysis import DepthSimilarity, LayerSpectrum
 
 FEWER = 0.9  # dimensions over those of Gaussian matrices below which a sentence says that heads share dimensions
 COPYING = 0.5  # copying score from which a head is said to copy tokens
@@ -46,12 +46,8 @@ def measure_head_circuits(model: nn.Module) -> tuple[HeadCircuit, ...]:
     attention over states.
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... )
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> [(one.site, one.head, one.over) for one in measure_head_circuits(net)]
     [('decoder.0.attention', 0, 'tokens'), ('decoder.0.attention', 1, 'tokens')]
     """
@@ -129,7 +125,7 @@ def describe_spectrum(spectrum: LayerSpectrum) -> str:
     beyond chance. A single head uses 5 of 16 on average; Gaussian: 5.2
     """
     summed, heads = spectrum.summed, spectrum.heads
-    ratio = _ratio(summed)
+    ratio = summed.dims / summed.chance if summed.chance else 1.0
     verdict = (
         "Its heads compare tokens in fewer dimensions than chance"
         if ratio < FEWER
@@ -142,10 +138,6 @@ def describe_spectrum(spectrum: LayerSpectrum) -> str:
         f"matrices: {summed.chance:.3g}. {verdict}. A single head uses {own:.3g} of {most} on average; Gaussian: "
         f"{chance:.3g}"
     )
-
-
-def _ratio(count: DimensionCount) -> float:
-    return count.dims / count.chance if count.chance else 1.0
 
 
 def describe_collapse(depths: Sequence[DepthSimilarity]) -> Iterator[str]:

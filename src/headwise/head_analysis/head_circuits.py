@@ -158,7 +158,7 @@ class AttentionCircuits:
     def output_map(self, head: int) -> Tensor:
         """W_O of an output head, [vdim, model], measured with one-hot head outputs."""
         spec = self.spec
-        weight = self._get_weight("project", next(iter(spec.project.params(spec))))
+        weight = self._get_weight(next(iter(spec.project.params(spec))))
         _check_head(head, len(spec.score_head_of_output), "output head")
         vdim = spec.heads.vdim
         one_hot = torch.zeros(
@@ -179,10 +179,10 @@ class AttentionCircuits:
                 f"cannot get circuits: {fact}; they need layers whose {side} is one linear map of the input"
             )
         sizes = spec.sizes_of(spec.project)
-        return self._get_weight("project", side).view(*(sizes[axis] for axis in parameter.layout.axes))
+        return self._get_weight(side).view(*(sizes[axis] for axis in parameter.layout.axes))
 
-    def _get_weight(self, part: str, name: str) -> Tensor:
-        return self.layer.weights[part][name].detach()
+    def _get_weight(self, name: str) -> Tensor:
+        return self.layer.weights["project"][name].detach()
 
 
 def _check_head(head: int, count: int, kind: str) -> None:

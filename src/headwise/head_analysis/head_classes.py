@@ -196,11 +196,7 @@ def classify_heads(table: HeadTable, *, criteria: str = "ours") -> HeadTable:
     unclear = [HeadClass(UNCLEAR, 0.0, f"matches no class of criteria={criteria!r}")]
     classes = CLASSIFIERS[criteria](table)
     heads = [
-        replace(head, classes=tuple(_sort_classes(by_head or unclear)))
+        replace(head, classes=tuple(sorted(by_head or unclear, key=lambda head_class: -head_class.score)))
         for head, by_head in zip(table.heads, classes, strict=True)
     ]
     return replace(table, heads=tuple(heads))
-
-
-def _sort_classes(classes: list[HeadClass]) -> list[HeadClass]:
-    return sorted(classes, key=lambda head_class: -head_class.score)

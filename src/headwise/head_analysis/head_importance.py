@@ -12,6 +12,7 @@ from ..errors import pluralise, suggest
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import SiteModule
 from .annotated_examples import Example
+from .head_table import SIGNIFICANCE_LEVEL, ImportanceResult
 from .importance_methods import (
     CheckTime,
     GradientTimesActivation,
@@ -27,7 +28,6 @@ from .importance_methods import (
     make_time_check,
     rate_heads,
 )
-from .importance_result import SIGNIFICANCE_LEVEL, ImportanceResult
 from .lrp import LayerwiseRelevance
 from .objectives import Objective, choose_objective
 from .resampling import min_p_value
@@ -67,12 +67,8 @@ def estimate_importance(
     When the time limit is reached, the unfinished example is dropped and a note is added.
 
     >>> import headwise as hw, torch
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... )
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> texts = [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)]
     >>> result = estimate_importance(net.eval(), texts, method="taylor")
     >>> result.objective, result.texts, [(head.site, head.head) for head in result.heads]

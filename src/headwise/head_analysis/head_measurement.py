@@ -15,7 +15,7 @@ from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_streams, is_encoder_decoder
 from .annotated_examples import Example
-from .attention_sinks import mark_first_token_sinks
+from .attention_sinks import mark_first_token_sinks, stack_texts
 from .head_metrics import HEAD_METRICS, HeadMetric, select_largest
 from .head_table import HeadMeasures, HeadTable, Measure
 from .literature_metrics import get_metric
@@ -253,7 +253,7 @@ def _site_heads(module: SiteModule, metric_sums: MetricSums, resamples: Array) -
 def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric, resamples: Array) -> list[Measure]:
     """One metric of every head of a site."""
     observed, baseline = (
-        _stack_texts(metric_sums.sums_by_example[site, metric.name, source]) for source in (OBSERVED, CHANCE)
+        stack_texts(metric_sums.sums_by_example[site, metric.name, source]) for source in (OBSERVED, CHANCE)
     )
     value, chance = ratio_of_sums(*observed), ratio_of_sums(*baseline)
     resampled = resampled_ratios(*observed, resamples)
@@ -290,7 +290,3 @@ def _excess_p_values(metric: HeadMetric, observed: TextSums, baseline: TextSums)
 def _reduce_mean(metric: HeadMetric, mean: Array) -> Array:
     assert metric.reduce is not None
     return metric.reduce(torch.from_numpy(mean)).numpy()
-
-
-def _stack_texts(sums_and_counts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
-    return np.stack([sums for sums, _ in sums_and_counts]), np.stack([counts for _, counts in sums_and_counts])

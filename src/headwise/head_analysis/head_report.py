@@ -17,13 +17,11 @@ from ..output_paths import Existing, FolderKind, stage_folder
 from ..traces import Trace
 from . import head_figures
 from .annotated_examples import Example
-from .attention_figures import HeadPicture, draw_gallery, draw_head, draw_head_overlay
+from .attention_figures import HeadPicture, PictureMaker, draw_gallery, draw_head, draw_head_overlay, make_picture
 from .head_classes import UNCLEAR
 from .head_figures import CLASS_STYLES, FIGURE_THEMES, FigureTheme, class_group, save_figure
 from .head_redundancy import RedundancyResult
-from .head_table import HeadMeasures, HeadTable
-from .importance_result import ImportanceResult
-from .picture_examples import PictureMaker, make_picture
+from .head_table import HeadMeasures, HeadTable, ImportanceResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -19,7 +19,7 @@ from ..inspect.model_inputs import ModelInputs
 from ..models import Transformer
 from ..models.block import LayerInputs, LayerStack
 from ..models.transformer import resolve_sequence
-from .importance_result import HeadImportance
+from .head_table import HeadImportance
 from .objectives import EvaluationInput, Objective
 from .resampling import (
     CORRECTION_METHODS,

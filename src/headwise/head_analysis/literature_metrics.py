@@ -18,6 +18,7 @@ from ..errors import suggest
 from .dependency_syntax import is_relation_measure
 from .head_metrics import (
     HEAD_METRICS,
+    PATCH_METRICS,
     HeadMetric,
     SumAndCount,
     argmax_offset_sums,
@@ -27,7 +28,6 @@ from .head_metrics import (
     select_peak_offset,
 )
 from .head_table import HeadClass, HeadMeasures
-from .patch_metrics import PATCH_METRICS
 from .weight_bands import WeightBand, row_entropy
 
 OFFSET_NAMES = {-1: "previous", 0: "self", 1: "next"}

@@ -73,12 +73,8 @@ def attribute_logit(
     to one residual stream without a norm after the attention (pre-norm), with a linear head over tokens.
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... )
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> found = attribute_logit(net.eval(), torch.tensor([[3, 1, 4]]), token=5)
     >>> round(found.rest + sum(share.value for share in found.heads) - found.logit, 5)
     0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -312,14 +312,11 @@ class RelevanceForward:
         assert states is not None
         assert source_sequence is not None
         self.out = self._run_output_head(states, source_sequence)
-        _check_same_output("the model", self.out.value.amax(), self._model_logits(kwargs).amax())
+        _check_same_output("the model", self.out.value.amax(), self.net(**kwargs).double().amax())
 
     def propagate(self) -> None:
         """Propagate a relevance of 1, divided equally among positions, back from the largest logits."""
         self.tape.backward(self.top_logits, torch.full_like(self.top_logits.value, 1 / len(self.top_logits.value)))
-
-    def _model_logits(self, kwargs: Mapping[str, Any]) -> Tensor:
-        return self.net(**kwargs).double()
 
     def _run_stack(
         self, stack: LayerStack, x: Tensor, call: LayerInputs, states: RelevanceNode | None

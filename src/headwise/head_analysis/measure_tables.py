@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..translation.language import join_items, localise
 from ..translation.terminal_text import cut, pad, pad_left, paragraph, text_width
-from .head_table import HeadTable, Measure
-from .importance_result import ImportanceResult
+from .head_table import HeadTable, ImportanceResult, Measure
 
 if TYPE_CHECKING:
     from .attention_maps import AttentionTable

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from ..data import IGNORE_INDEX
 from ..data.tokenizer_calls import parse_tokenizer
 from ..errors import suggest
-from ..inspect.forward_arguments import find_ids_argument
-from ..inspect.model_inputs import ModelInputs, is_encoder_decoder, prepare_inputs
+from ..inspect.model_inputs import ModelInputs, find_ids_argument, is_encoder_decoder, prepare_inputs
 from ..inspect.model_tokenizer import find_tokenizer
 from ..models import Transformer
 from .annotated_examples import LABELS_INPUT, Example
@@ -311,7 +310,8 @@ def _get_ids(model: nn.Module, inputs: ModelInputs) -> tuple[int, ...]:
 
 
 def _cross_entropy(outputs: Any, evaluation: EvaluationInput) -> Tensor:
-    logits, labels = _get_logits(outputs), evaluation.labels
+    logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+    labels = evaluation.labels
     assert labels is not None
     flat = logits.reshape(-1, logits.shape[-1])
     if len(flat) != len(labels):
@@ -325,10 +325,6 @@ def _cross_entropy(outputs: Any, evaluation: EvaluationInput) -> Tensor:
         raise ValueError(f"{fact}; use labels 0..{num_classes - 1}")
     dtype = torch.promote_types(flat.dtype, torch.float32)
     return F.cross_entropy(flat.to(dtype), labels.to(flat.device), ignore_index=IGNORE_INDEX)
-
-
-def _get_logits(outputs: Any) -> Tensor:
-    return outputs if isinstance(outputs, Tensor) else outputs.logits
 
 
 def _get_vectors(outputs: Any, representation: str) -> Tensor:

@@ -171,7 +171,6 @@ def _sample_gaussian_maps(
 # --- Ranks of scores and weights over texts ------------------------------------------------------------
 
 MAX_QUERIES = 256  # queries of a text that are used
-SCORE_STAGES = ("scores", "mixed", "weights")
 
 
 def stable_rank(matrices: Tensor) -> Tensor:

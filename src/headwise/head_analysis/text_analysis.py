@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import SpecError
-from ..inspect.forward_arguments import check_is_module
-from ..inspect.model_inputs import is_encoder_decoder
+from ..inspect.model_inputs import check_is_module, is_encoder_decoder
 from ..inspect.model_tokenizer import find_tokenizer, use_tokenizer
 from ..inspect.trace_capture import get_model_name
 from ..models import Transformer
@@ -20,12 +19,11 @@ from .annotated_examples import Example, ExampleReader, examples_from_lines
 from .head_classes import classify_heads
 from .head_importance import DEFAULT_OPTIONS, estimate_importance
 from .head_measurement import MeasureCollector, MeasureOptions, measure_heads
-from .head_table import HeadTable
+from .head_metrics import IMAGE_METRICS, NOT_FOR_IMAGES
+from .head_table import HeadTable, ImportanceResult
 from .image_examples import as_pixels, examples_from_pixels, plain_image_examples
 from .importance_methods import ImportanceMethod, ImportanceOptions
-from .importance_result import ImportanceResult
 from .objectives import Objective
-from .patch_metrics import IMAGE_METRICS, NOT_FOR_IMAGES
 
 TEXT_KINDS = "strings, pairs (source, target) of strings, Examples, or images as one tensor of floats"
 

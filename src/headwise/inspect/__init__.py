@@ -10,5 +10,5 @@ In reading order:
 - `dataset_means`: means of head outputs and of attention weights over data, for mean ablation.
 - `trace_capture`: record a run as a trace (`headwise.traces`).
 - `model_inputs`: turn texts, tensors or dictionaries into the inputs of any model, and run it on them.
-  `forward_arguments` finds the names of its arguments, `model_tokenizer` its tokenizer.
+  `model_tokenizer` finds its tokenizer.
 """

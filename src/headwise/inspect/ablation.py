@@ -114,12 +114,8 @@ class Resample(HeadPatch):
     windows, each window is a row.
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... )
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> ids = torch.tensor([[3, 1, 4], [1, 5, 9]])
     >>> with hw.patch(net, {(0, "all"): Resample(rows=(1, 0))}):
     ...     swapped = net(ids)
@@ -174,12 +170,8 @@ class Noise(HeadPatch):
     has its own random generator, which continues from call to call and restarts when the context is entered again.
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... )
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> outputs = []
     >>> for _ in range(2):
     ...     with hw.patch(net, {(0, 1): Noise(seed=7)}):
@@ -339,12 +331,8 @@ def ablate(
     `tokens` selects tokens by a mask [B, T] or by column indices of every call (default: all tokens).
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... )
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> ids = torch.tensor([[3, 1, 4]])
     >>> with ablate(net, [(0, 1), (1, "all")], tokens=[-1]):
     ...     ablated = net(ids)
@@ -374,12 +362,8 @@ def patch(
     for another text; `hw.Resample`, `hw.Noise`, or the weights that `hw.offset_means` returns.
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... )
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> ids = torch.tensor([[3, 1, 4]])
     >>> with patch(net, {(0, 1): torch.zeros(4)}):
     ...     patched = net(ids)

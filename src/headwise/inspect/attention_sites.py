@@ -21,9 +21,8 @@ from .adapters.example_run import TracedAdapter, UnclearTraceAdapter, trace_exam
 from .adapters.native_attention import HeadwiseAdapter, TorchMHAAdapter
 from .adapters.output_projection import UNKNOWN_STACK, OutputProjectionAdapter, is_within, read_positive_int
 from .adapters.transformers_interface import TransformersAdapter
-from .forward_arguments import check_is_module
 from .hooks import SiteModule
-from .model_inputs import ModelInputs, prepare_inputs
+from .model_inputs import ModelInputs, check_is_module, prepare_inputs
 from .site import POSSIBLE, Ability, Site, Sites
 
 # --- Modules that run at several depths: one site per depth, distinguished by the order of calls ----------
@@ -335,11 +334,8 @@ def sites(model: nn.Module, example: Any = None, *, tokenizer: object = None) ->
     (default: that of the model).
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    ...     )
-    ... )
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config))
     >>> [site.name for site in sites(net)]
     ['decoder.0.attention']
     """

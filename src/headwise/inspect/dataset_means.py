@@ -173,12 +173,8 @@ def head_means(
     rows padded on the right.
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... ).eval()
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     >>> means = head_means(net, [torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5]])], [(0, 1)])
     >>> [(head, mean.shape) for head, mean in means.items()]
     [(('decoder.0.attention', 1), torch.Size([4]))]
@@ -206,12 +202,8 @@ def head_noise(
     """Noise with the mean and standard deviation of each head's outputs over a data set. Batches as in `head_means`.
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... ).eval()
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     >>> with hw.patch(net, head_noise(net, [torch.tensor([[3, 1, 4]])], [(0, 1)], seed=3)):
     ...     _ = net(torch.tensor([[3]]))
     """
@@ -232,12 +224,8 @@ def head_outputs(
     Inputs and `tokenizer` as in `run_model`.
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... ).eval()
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     >>> other = head_outputs(net, torch.tensor([[3, 1, 4]]), [(0, 1)])
     >>> with hw.patch(net, other):
     ...     _ = net(torch.tensor([[1, 5, 9]]))
@@ -390,12 +378,8 @@ def offset_means(
     relative position only, so the change shows how much it depends on content.
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... ).eval()
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     >>> ids = torch.tensor([[3, 1, 4]])
     >>> means = offset_means(net, [ids], [(0, 1)])
     >>> means["decoder.0.attention", 1].pair_counts.tolist()  # at offsets -2 .. 2

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from ..generation.decoding_config import DecodingConfig
 from ..generation.generate import generate
 from ..models import Transformer
+from ..parts.precision import to_at_least_float32
 from .method_patches import EAGER_STANCE, ForwardOverride, MethodPatch, SharedPatch, forward_patches, override_forwards
 from .model_inputs import ModelInputs
 from .site import Site
@@ -138,8 +139,8 @@ class AttentionInputs:
 
     def _scaled_products(self, queries: slice, keys: slice) -> Tensor:
         """Scaled products q k^T; the heads of a KV group are computed in one matrix product."""
-        q_BHTK = _to_float32(self.q_BTHK[:, queries].transpose(1, 2)) * self.scale
-        k_BGSK, heads = _to_float32(self.k_BSGK[:, keys].transpose(1, 2)), q_BHTK.shape[1]
+        q_BHTK = to_at_least_float32(self.q_BTHK[:, queries].transpose(1, 2)) * self.scale
+        k_BGSK, heads = to_at_least_float32(self.k_BSGK[:, keys].transpose(1, 2)), q_BHTK.shape[1]
         if self.kv_head_of_query is not None or heads % k_BGSK.shape[1]:
             k_BGSK = k_BGSK[:, [self.kv_head_of(head) for head in range(heads)]]
         rows = q_BHTK.unflatten(1, (k_BGSK.shape[1], -1)).flatten(2, 3)
@@ -148,7 +149,7 @@ class AttentionInputs:
     def _score_biases(self, queries: slice, keys: slice) -> list[Tensor]:
         """Biases and additive masks, which are added to scores."""
         biases = [self.bias, None if self.mask is None or self.mask.dtype == torch.bool else self.mask]
-        return [_to_float32(self._slice_mask(bias, queries, keys)) for bias in biases if bias is not None]
+        return [to_at_least_float32(self._slice_mask(bias, queries, keys)) for bias in biases if bias is not None]
 
     def _masked_pairs(self, queries: slice, keys: slice) -> list[Tensor]:
         """Boolean masks of the pairs to exclude."""
@@ -173,10 +174,6 @@ class AttentionInputs:
         if self.unsupported:
             raise ValueError(f"values of this layer are unknown: {self.unsupported}; give this head a mean instead")
         return HeadValues(head, self.v_BSGV[:, :, self.kv_head_of(head)])
-
-
-def _to_float32(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class ObservedCall(Protocol):

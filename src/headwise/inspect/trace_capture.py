@@ -396,12 +396,8 @@ def trace(
     anything is computed; by default, nothing is printed.
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... )
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> run = trace(net.eval(), torch.tensor([[3, 1, 4]]), log=print)
     about 435 bytes of 1.0 GB: queries and keys of 2 sites
     >>> run.head_weights(1, 0).shape

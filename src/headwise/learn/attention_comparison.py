@@ -19,10 +19,9 @@ from ..nn.position_embeddings import sinusoidal_table
 from ..nn.tensor_attention import attend
 from ..presets import design, from_toml
 from .attention_mechanism import gru_steps
-from .entry import Outcome, judge, judge_condition
+from .catalogue import Outcome, judge, judge_condition
 from .matrix_figures import draw_curves
-from .measured_layers import table_beside_convolution, table_beside_recurrence
-from .sampled_tensors import largest_difference, make_layer, sample
+from .measured_layers import largest_difference, make_layer, sample, table_beside_convolution, table_beside_recurrence
 
 __all__ = ["table_beside_convolution", "table_beside_recurrence"]  # runs of this document's tables
 

@@ -16,10 +16,10 @@ from ..model_spec import ModelSpec
 from ..nn.tensor_attention import attend
 from ..presets import design, from_toml
 from ..viewer.bundled_sample import load_sample_trace
-from .entry import Outcome, judge, judge_condition
+from .catalogue import Outcome, judge, judge_condition
 from .matrix_figures import draw_matrices
+from .measured_layers import largest_difference, make_layer, sample
 from .parameters_and_scaling import gradient_of_softmax, score_variance
-from .sampled_tensors import largest_difference, make_layer, sample
 
 __all__ = ["gradient_of_softmax", "score_variance"]
 

@@ -1,16 +1,183 @@
-"""The catalogue of all entries: reads the text files beside the code, joins them with the runs, and finds topics."""
+"""`Entry`, one formula, table, figure, listing or claim of a source document, `Result`, what its run found, and the
+catalogue of all entries, which reads the text files beside the code, joins them with the runs, and finds topics.
+"""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..errors import suggest
-from .entry import Entry, Kind, Text, Verdict
+from ..translation.language import LANGUAGES, join_items, use_language
+
+Number = float | int | str
+
+
+class Verdict(StrEnum):
+    """The result of a run for a statement."""
+
+    HOLDS = "holds"
+    HOLDS_IF = "holds if"
+    WRONG = "wrong"
+    NOT_RUN = "not run"
+
+
+class Kind(StrEnum):
+    """The kind of an entry in its document."""
+
+    FORMULA = "formula"
+    TABLE = "table"
+    FIGURE = "figure"
+    LISTING = "listing"
+    CLAIM = "claim"
+    QUESTION = "question"
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text in both languages; `{name}` is replaced by a number of the run, or by a list of several.
+
+    >>> Text("{n} keys", "{n} 个键").fill("zh", {"n": 3})
+    '3 个键'
+    >>> Text("keys {n}", "键 {n}").fill("zh", {"n": ItemList("2, 3")})
+    '键 2、3'
+    """
+
+    en: str
+    zh: str
+
+    def fill(self, language: str, numbers: Mapping[str, Number]) -> str:
+        """The text in one language, with the numbers filled in."""
+        if language not in LANGUAGES:
+            raise ValueError(f"there is no language {language!r}; use one of {', '.join(LANGUAGES)}")
+        with use_language(language):
+            shown = {name: _Shown(value) if isinstance(value, float) else value for name, value in numbers.items()}
+            return (self.zh if language == "zh" else self.en).format_map(shown)
+
+
+class ItemList(str):
+    """Items of a list, separated by a comma and a space; a Chinese text separates them by its own comma."""
+
+    def __format__(self, spec: str) -> str:
+        return join_items(self.split(", "))
+
+
+class _Shown(float):
+    """A number of a text; rounding errors are printed as <1e-12, because their digits differ between machines.
+
+    >>> f"{_Shown(2e-16):.0e}, {_Shown(2e-3):.0e}"
+    '<1e-12, 2e-03'
+    """
+
+    def __format__(self, spec: str) -> str:
+        return "<1e-12" if spec.endswith("e") and abs(self) < 1e-12 else super().__format__(spec)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Numbers of one run, the verdict that follows from them, and a figure as SVG if there is one."""
+
+    verdict: Verdict
+    numbers: Mapping[str, Number] = field(default_factory=dict)
+    figure: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """An outcome with its reason in both languages."""
+
+    numbers: Mapping[str, Number]
+    verdict: Verdict
+    reason_en: str
+    reason_zh: str
+    figure: str
+
+    def reason(self, language: str) -> str:
+        """The reason in one language."""
+        return self.reason_zh if language == "zh" else self.reason_en
+
+
+def judge(holds: bool, **numbers: Number) -> Outcome:
+    """An outcome that holds or is wrong.
+
+    >>> judge(2 + 2 == 4, total=4).verdict
+    <Verdict.HOLDS: 'holds'>
+    """
+    return Outcome(Verdict.HOLDS if holds else Verdict.WRONG, numbers)
+
+
+def judge_condition(holds: bool, holds_without: bool, **numbers: Number) -> Outcome:
+    """An outcome for a statement that needs a condition: it must hold with the condition.
+
+    `holds_without` is whether it also holds where the condition is broken; then the condition is not needed.
+    """
+    if not holds:
+        return Outcome(Verdict.WRONG, numbers)
+    return Outcome(Verdict.HOLDS if holds_without else Verdict.HOLDS_IF, numbers)
+
+
+UNEXPECTED = Text(
+    "This run gives another verdict than the page expects ({expected}). Its numbers: {numbers}.",
+    "这次运行的结论与本页预期（{expected}）不同。所得数值：{numbers}。",
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One statement of a document, quoted in Chinese, with what is run to check it.
+
+    `verdict` is the expected verdict, and `reason` its reason with placeholders for the numbers of the run. `rows` are
+    ids of errata (C1.4) and of demands (B12). `run` is None for facts about a cited paper, which have nothing to
+    compute. `study` is the study that tests the statement by training.
+    """
+
+    id: str
+    document: str
+    kind: Kind
+    topic: str
+    quote_zh: str
+    line: Text
+    reason_text: Text
+    verdict: Verdict
+    rows: tuple[str, ...] = ()
+    run: Callable[..., Outcome] | None = None
+    reference: str = ""
+    see: str = ""
+    study: str = ""
+
+    @property
+    def line_en(self) -> str:
+        """The statement in English."""
+        return self.line.en
+
+    @property
+    def line_zh(self) -> str:
+        """The statement in Chinese, in our words."""
+        return self.line.zh
+
+    @property
+    def command(self) -> str:
+        """The command that runs this entry."""
+        return f"headwise learn {self.id}"
+
+    def check(self) -> Result:
+        """Run the entry; without anything to run, the expected verdict and its reason."""
+        outcome = Outcome(self.verdict) if self.run is None else self.run()
+        text, numbers = self.reason_text, outcome.numbers
+        if outcome.verdict != self.verdict:
+            listed = ItemList(", ".join(f"{name} = {value}" for name, value in numbers.items()))
+            text, numbers = UNEXPECTED, {"expected": self.verdict.value, "numbers": listed}
+        return Result(
+            outcome.numbers, outcome.verdict, text.fill("en", numbers), text.fill("zh", numbers), outcome.figure
+        )
+
+
+# --- The catalogue -----------------------------------------------------------------------------------------
 
 FOLDER = Path(__file__).parent
 # The modules of each document, in reading order; beside each is a .toml file with its texts.

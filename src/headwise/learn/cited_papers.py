@@ -19,8 +19,8 @@ from ..surgery.attention_replacement import AttentionChange, replace_attentions
 from ..surgery.conversion import Pool, ToCollaborative, convert
 from ..surgery.model_and_texts import read_model_and_texts
 from ..viewer.bundled_sample import TEXTS, load_sample_model
-from .entry import ItemList, Outcome, judge, judge_condition
-from .sampled_tensors import make_layer, sample
+from .catalogue import ItemList, Outcome, judge, judge_condition
+from .measured_layers import make_layer, sample
 
 PAIRS = [tuple(text.split("\t")) for text in TEXTS]
 

@@ -14,8 +14,7 @@ from ..files import write_atomically
 from ..head_analysis.head_figures import find_undrawable
 from ..output_paths import FolderKind
 from ..translation.language import LANGUAGES, SAMPLE, join_clauses, join_items, use_language
-from .catalogue import Document
-from .entry import Entry, Result, Verdict
+from .catalogue import Document, Entry, Result, Verdict
 from .entry_text import MARKS, Words, describe_study, plain_formula
 
 STYLE_FILE = Path(__file__).with_name("document_page.css")

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ..translation.language import join_clauses, join_items, localise, use_language
 from ..translation.terminal_text import align_table, pad, wrap
-from .catalogue import Document, list_topics
-from .entry import Entry, Result, Verdict
+from .catalogue import Document, Entry, Result, Verdict, list_topics
 
 MARKS = {Verdict.HOLDS: "[+]", Verdict.HOLDS_IF: "[~]", Verdict.WRONG: "[x]", Verdict.NOT_RUN: "[ ]"}
 

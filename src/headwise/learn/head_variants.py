@@ -12,10 +12,10 @@ from ..head_analysis.head_circuits import get_circuits
 from ..interfaces.core_types import Probe
 from ..presets import design, from_toml
 from ..viewer.bundled_sample import load_sample_model
-from .entry import Outcome, judge
+from .catalogue import Outcome, judge
 from .matrix_figures import draw_matrices
+from .measured_layers import largest_difference, make_layer, sample
 from .parameters_and_scaling import change_by_other_heads
-from .sampled_tensors import largest_difference, make_layer, sample
 
 
 def overlapping_heads(*, overlap: int = 1) -> Outcome:

@@ -12,8 +12,8 @@ from ..demo import soft_lookup
 from ..demo.soft_lookup import KEYS, QUERY, VALUES
 from ..nn.tensor_attention import attend
 from ..presets import design, from_toml
-from .entry import ItemList, Outcome, judge
-from .sampled_tensors import largest_difference, make_layer, sample
+from .catalogue import ItemList, Outcome, judge
+from .measured_layers import largest_difference, make_layer, sample
 
 
 def between_neighbours(*, query: float = QUERY) -> Outcome:

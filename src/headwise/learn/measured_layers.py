@@ -1,4 +1,7 @@
-"""Runs of the comparison tables of documents 000 and 003: attention, GRU, LSTM and convolution, every cell measured."""
+"""Random inputs and layers of the runs, and the comparison tables of documents 000 and 003.
+
+The tables compare attention, GRU, LSTM and convolution; every cell is measured.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,39 @@ from ..costs.layer_reach import DISTANCES, LAYERS, LayerReach, measure_layer_rea
 from ..nn.attention import Attention
 from ..nn.position_embeddings import sinusoidal_table
 from ..presets import design
-from .entry import Number, Outcome, judge
-from .sampled_tensors import largest_difference, make_layer, sample
+from ..spec.attention_spec import AttentionSpec
+from .catalogue import Number, Outcome, judge
+
+
+def sample(seed: int, *shape: int) -> Tensor:
+    """Standard normal numbers in float64.
+
+    >>> sample(0, 2, 3).shape, bool((sample(0, 2) == sample(0, 2)).all())
+    (torch.Size([2, 3]), True)
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def make_layer(spec: AttentionSpec, seed: int = 0, scale: float | None = None) -> Attention:
+    """A layer in float64 whose weights are normal with deviation `scale` (default: 1/sqrt(inputs))."""
+    layer = Attention(spec).double().eval()
+    with torch.no_grad():
+        for number, parameter in enumerate(layer.parameters()):
+            deviation = parameter.shape[-1] ** -0.5 if scale is None else scale
+            parameter.copy_(sample(1000 * seed + number, *parameter.shape) * deviation)
+    return layer
+
+
+def entropy(weights: Tensor) -> Tensor:
+    """The entropy in nats of weights along the last axis."""
+    return -(weights * weights.clamp(min=1e-300).log()).sum(-1)
+
+
+def largest_difference(one: Tensor, other: Tensor) -> float:
+    """The largest absolute difference of two tensors."""
+    return float((one - other).abs().max())
+
 
 TOKENS, LENGTHS = 64, (512, 1024)
 SHORT, LONG, VALUES, WIDTH = 16, 64, 4, 16  # lengths and sizes of the task of `_train`

@@ -18,14 +18,10 @@ from ..nn.tensor_attention import attend
 from ..presets import design, from_toml
 from ..viewer.bundled_sample import load_sample_model, load_sample_trace
 from .attention_mechanism import cost_by_heads
-from .entry import ItemList, Outcome, judge, judge_condition
+from .catalogue import ItemList, Outcome, judge, judge_condition
 from .matrix_figures import draw_matrices
+from .measured_layers import entropy, largest_difference, make_layer, sample
 from .parameters_and_scaling import sample_scores
-from .sampled_tensors import largest_difference, make_layer, sample
-
-
-def _entropy(weights: Tensor) -> Tensor:
-    return -(weights * weights.clamp(min=1e-300).log()).sum(-1)
 
 
 def _weights(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
@@ -42,7 +38,7 @@ def soft_addressing(*, sharp: float = 100.0) -> Outcome:
     q, k = sample(1, 5, 4), sample(2, 8, 4)
     scales = (("average", 1e-12), ("soft", None), ("hard", sharp))
     weights = {name: _weights(q, k, scale) for name, scale in scales}
-    entropies = {name: float(_entropy(rows).mean()) for name, rows in weights.items()}
+    entropies = {name: float(entropy(rows).mean()) for name, rows in weights.items()}
     most = math.log(8)
     ordered = abs(entropies["average"] - most) < 1e-9 and entropies["hard"] < 0.1 * most
     outcome = judge(ordered, **entropies, most=most)
@@ -121,7 +117,7 @@ def _translator_weights() -> list[Tensor]:
 
 
 def _divergence(one: Tensor, other: Tensor) -> float:
-    return float((_entropy((one + other) / 2) - (_entropy(one) + _entropy(other)) / 2).mean())
+    return float((entropy((one + other) / 2) - (entropy(one) + entropy(other)) / 2).mean())
 
 
 def shared_query_key_dimensions(*, draws: int = 8, model: object = None) -> Outcome:

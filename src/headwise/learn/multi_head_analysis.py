@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import costs
 from ..costs.roofline import Device
@@ -22,17 +22,13 @@ from ..nn.attention import Attention
 from ..presets import design, from_toml
 from ..viewer.bundled_sample import load_sample_model, load_sample_table, load_sample_trace
 from .attention_mechanism import multi_head_formula
-from .entry import Outcome, judge, judge_condition
+from .catalogue import Outcome, judge, judge_condition
 from .matrix_figures import draw_boxes, draw_columns, draw_heads
+from .measured_layers import entropy, largest_difference, make_layer, sample
 from .misconceptions import redundant_heads
 from .parameters_and_scaling import robust_to_corrupted_heads
-from .sampled_tensors import largest_difference, make_layer, sample
 
 __all__ = ["multi_head_formula", "redundant_heads", "robust_to_corrupted_heads"]
-
-
-def _entropy(weights: Tensor) -> Tensor:
-    return -(weights * weights.clamp(min=1e-300).log()).sum(-1)
 
 
 # --- Section 2.3: arithmetic intensity -----------------------------------------------------------------
@@ -104,7 +100,7 @@ def two_trained_heads(*, same: bool = False) -> Outcome:
     stored = read_stored_heads()
     pair = stored["two"][:1] * 2 if same else stored["two"]
     a, b = (torch.tensor(head["weights"], dtype=torch.float64) for head in pair)
-    divergence = float((_entropy((a + b) / 2) - (_entropy(a) + _entropy(b)) / 2).mean())
+    divergence = float((entropy((a + b) / 2) - (entropy(a) + entropy(b)) / 2).mean())
     words = stored["words"][1:-1]
     previous = float(a.diagonal(-1).mean())
     repeated = float((b[0, 4] + b[4, 0]) / 2)  # "The" and "the"
@@ -128,7 +124,7 @@ def gallery_of_heads(*, uniform: bool = False) -> Outcome:
         weights = {name: torch.full((count, count), 1 / count, dtype=torch.float64) for name in weights}
     words = weights["punctuation"][:, 1:-1]  # without the sinks [CLS] and [SEP]
     shares = {
-        "broad": float(_entropy(weights["broad"]).exp().mean()) / count,
+        "broad": float(entropy(weights["broad"]).exp().mean()) / count,
         "next": float(weights["next"].diagonal(1).mean()),
         "separator": float(weights["separator"][:, -1].mean()),
         "punctuation": float((words[:, -1] / words.sum(-1)).mean()),
@@ -247,7 +243,7 @@ def diversity_by_depth(*, reverse: bool = False) -> Outcome:
         site = f"encoder.{number}.attention"
         count = trace.get_layer(site).heads
         heads = torch.stack([torch.as_tensor(trace.head_weights(site, head)) for head in range(count)]).double()
-        spread = _entropy(heads.mean(0)).mean() - _entropy(heads).mean()
+        spread = entropy(heads.mean(0)).mean() - entropy(heads).mean()
         layers.append(float(spread) / math.log(count))
     layers = layers[::-1] if reverse else layers
     return judge(layers[0] > layers[1] > layers[2], first=layers[0], second=layers[1], third=layers[2])

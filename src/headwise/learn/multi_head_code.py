@@ -17,10 +17,10 @@ from ..nn.op_trace import walk
 from ..presets import design
 from ..viewer.bundled_sample import load_sample_table
 from .attention_mechanism import causal_mask
-from .entry import Outcome, judge, judge_condition
+from .catalogue import Outcome, judge, judge_condition
 from .kernel_lookup import cross_attention, one_source_or_two
 from .matrix_figures import draw_matrices
-from .sampled_tensors import largest_difference, make_layer, sample
+from .measured_layers import largest_difference, make_layer, sample
 
 __all__ = ["causal_mask", "cross_attention", "one_source_or_two"]
 

@@ -15,10 +15,10 @@ from ..nn.tensor_attention import attend
 from ..presets import design
 from ..viewer.bundled_sample import load_sample_table, load_sample_trace
 from .attention_mechanism import parallel_equals_sequential
-from .entry import Outcome, judge, judge_condition
+from .catalogue import Outcome, judge, judge_condition
+from .measured_layers import largest_difference, make_layer, sample
 from .misconceptions import not_an_ensemble
 from .parameters_and_scaling import equal_widths_needed
-from .sampled_tensors import largest_difference, make_layer, sample
 from .self_attention_basics import heads_share_weights
 
 __all__ = ["equal_widths_needed", "parallel_equals_sequential"]
@@ -112,7 +112,9 @@ def equal_importance(*, equal: bool = False) -> Outcome:
     if equal:
         state = layer.state_dict()
         names = [f"project.{side}" for side in "qkv"]
-        layer.load_state_dict({name: state[name][:4].repeat(4, 1) for name in names} | {"output.o": _repeated(state)})
+        layer.load_state_dict(
+            {name: state[name][:4].repeat(4, 1) for name in names} | {"output.o": state["output.o"][:, :4].repeat(1, 4)}
+        )
     o = layer.head_outputs(x).detach()
     blocks = layer.state_dict()["output.o"].split(4, 1)
     parts = torch.stack([o[:, :, head] @ block.T for head, block in enumerate(blocks)])
@@ -120,10 +122,6 @@ def equal_importance(*, equal: bool = False) -> Outcome:
     difference = largest_difference(parts.sum(0), layer.merge_heads(o).detach())
     ratio = float(norms.max() / norms.min())
     return judge(ratio < 1 + 1e-9, ratio=ratio, difference=difference)
-
-
-def _repeated(state: dict[str, Tensor]) -> Tensor:
-    return state["output.o"][:, :4].repeat(1, 4)
 
 
 def shape_of_w_o(*, vdim: int | None = None) -> Outcome:

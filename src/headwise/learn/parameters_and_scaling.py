@@ -11,8 +11,8 @@ from .. import costs
 from ..nn.tensor_attention import attend
 from ..presets import design, from_toml
 from ..viewer.bundled_sample import load_sample_trace
-from .entry import Outcome, judge, judge_condition
-from .sampled_tensors import largest_difference, make_layer, sample
+from .catalogue import Outcome, judge, judge_condition
+from .measured_layers import entropy, largest_difference, make_layer, sample
 
 KEY_WIDTHS = (4, 16, 64, 256, 1024)
 NUM_KEYS, NUM_ROWS = 16, 512
@@ -32,7 +32,7 @@ def softmax_jacobian_norm(scores: Tensor) -> float:
     return float(jacobian.square().sum((1, 2)).sqrt().mean())
 
 
-def mean_entropy(scores: Tensor) -> float:
+def _mean_entropy(scores: Tensor) -> float:
     """Mean entropy of the softmax of the rows, in nats."""
     log_p = scores.log_softmax(-1)
     return float(-(log_p.exp() * log_p).sum(-1).mean())
@@ -54,7 +54,7 @@ def gradient_of_softmax(*, exponent: float = 0.5) -> Outcome:
         scores = sample_scores(width)
         numbers[f"raw_{width}"] = softmax_jacobian_norm(scores)
         numbers[f"scaled_{width}"] = softmax_jacobian_norm(scores / width**exponent)
-        numbers[f"entropy_{width}"] = mean_entropy(scores)
+        numbers[f"entropy_{width}"] = _mean_entropy(scores)
     vanishes = numbers["raw_1024"] < numbers["raw_4"] / 3
     steady = abs(numbers["scaled_1024"] / numbers["scaled_4"] - 1) < 0.1
     return judge(vanishes and steady, **numbers)
@@ -144,12 +144,8 @@ def different_patterns(*, tied: bool = False) -> Outcome:
     _, weights = attend(q, k, q, need_weights=True)
     assert weights is not None
     mean = weights.mean(0)
-    divergence = _entropy(mean).mean() - _entropy(weights).mean()
+    divergence = entropy(mean).mean() - entropy(weights).mean()
     return judge(float(divergence) > 0.01, divergence=float(divergence), most=math.log(4))
-
-
-def _entropy(weights: Tensor) -> Tensor:
-    return -(weights * weights.clamp(min=1e-300).log()).sum(-1)
 
 
 def heads_interact(*, modifiers: str = "") -> Outcome:

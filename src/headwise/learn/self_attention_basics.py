@@ -15,10 +15,9 @@ from ..nn.attention import Attention
 from ..parts import REGISTRY
 from ..presets import design, from_toml
 from .attention_mechanism import attention_formula, gru_steps
-from .entry import ItemList, Outcome, judge, judge_condition
+from .catalogue import ItemList, Outcome, judge, judge_condition
 from .matrix_figures import draw_heads
-from .measured_layers import table_beside_recurrence, table_of_lengths
-from .sampled_tensors import largest_difference, make_layer, sample
+from .measured_layers import largest_difference, make_layer, sample, table_beside_recurrence, table_of_lengths
 
 __all__ = ["table_beside_recurrence", "table_of_lengths"]  # runs of this document's tables
 

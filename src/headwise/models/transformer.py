@@ -124,11 +124,8 @@ def build(spec: ModelSpec, *, dropout: float = 0.0, seed: int | None = None, ini
     "gpt2".
 
     >>> import headwise as hw
-    >>> net = build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 3, "vocab_size": 11}
-    ...     )
-    ... )
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 3, "vocab_size": 11}
+    >>> net = build(hw.families.read_model_spec(config))
     >>> sum(p.numel() for p in net.parameters()) == hw.costs.count_parameters(net.spec)
     True
     >>> net(torch.tensor([[3, 1, 4]])).shape

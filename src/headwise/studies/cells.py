@@ -21,8 +21,7 @@ from ..training.loss import check_model
 from ..training.recipe import Recipe, from_dict, to_dict
 from ..training.run_setup import TrainingSetup
 from ..training.train_step import StepOptions, TrainStep
-from .contrasts import Readout
-from .study_file import CELL_EXECUTION, Study, StudyTask, Variant
+from .study_file import CELL_EXECUTION, Readout, Study, StudyTask, Variant
 from .variant_models import VariantModel, make_variant_model
 
 CELL_FORMAT = 3  # grows when the results of a cell change, so that old results are not mixed with new ones

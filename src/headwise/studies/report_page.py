@@ -1,16 +1,278 @@
-"""The report of a study as one self-contained HTML page: claims, figures and tables, in light and dark."""
+"""The report of a study as one self-contained HTML page: claims, figures and tables, in light and dark.
+
+Figures are SVG text whose colours are CSS variables of the page, so that one figure serves light and dark; every mark
+has a title for hovering.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from ..costs.cost_plots import spread_labels
 from ..data import Task
 from ..errors import pluralise
-from ..escaping import escape_html
-from .report_figures import SVG_STYLE, Span, curve_figure, difference_figure, scatter_figure, strip_figure
+from ..escaping import escape_html, escape_svg
 from .study_file import StudyTask
 from .study_report import ReportTable, StudyReport, describe_protocol, list_task_details
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; more series repeat them with dashed lines.
+SERIES_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d1f", "#7f7f7f")
+DASHES = ("", "5 3", "2 2", "7 2 2 2")
+WIDTH, PLOT_HEIGHT = 640, 260
+LABEL_WIDTH, LEFT, TOP, BOTTOM = 110, 56, 12, 40
+ROW_HEIGHT = 22
+MIN_LOG_RATIO = 4
+SVG_STYLE = """
+svg text { fill: var(--text); font: 11.5px system-ui, sans-serif; } svg .label { fill: var(--muted); }
+svg line { stroke-width: 1.2; } svg .axis { stroke: var(--muted); stroke-width: 1; } svg .grid { stroke: var(--line); }
+svg .leader { stroke: var(--line); } svg .reference { stroke: var(--muted); stroke-dasharray: 4 3; }
+svg .interval { stroke: var(--text); stroke-width: 1.6; } svg .mean { stroke: var(--text); stroke-width: 2.4; }
+svg .seed { fill: var(--seed); fill-opacity: 0.65; }
+svg .front { fill: none; stroke: var(--muted); stroke-dasharray: 5 4; }
+svg .curve { fill: none; stroke-width: 1.7; } svg .sample { stroke-width: 2.2; }
+"""
+
+
+class Span(NamedTuple):
+    """A value with its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps numbers from `low` to `high` to pixels from `start` to `end`, linearly or by their logarithm."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    @staticmethod
+    def around(values: Sequence[float], start: float, end: float, log: bool = False) -> Scale:
+        """A scale that holds all values, with a margin; `log` has no effect on values within a factor of 4."""
+        finite = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
+        low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+        log = log and high / low > MIN_LOG_RATIO
+        if log:
+            low, high = (low / 1.2, high * 1.2)
+        else:
+            margin = 0.05 * (high - low) or max(abs(high), 1.0) * 0.05
+            low, high = low - margin, high + margin
+        return Scale(low, high, start, end, log)
+
+    def __call__(self, value: float) -> float:
+        low, high, at = (
+            (math.log(x) for x in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
+        )
+        return self.start + (at - low) / (high - low) * (self.end - self.start)
+
+    @property
+    def ticks(self) -> list[float]:
+        """Round numbers inside the scale."""
+        if self.log:
+            steps = (1, 2, 5) if self.high / self.low < 100 else (1,)
+            decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            return [step * 10.0**n for n in decades for step in steps if self.low <= step * 10.0**n <= self.high]
+        step = nice_step((self.high - self.low) / 5)
+        first = math.ceil(self.low / step)
+        return [n * step for n in range(first, math.floor(self.high / step) + 1)]
+
+
+def nice_step(rough: float) -> float:
+    """The smallest of 1, 2, 5 times a power of ten that is at least `rough`.
+
+    >>> nice_step(0.03), nice_step(7)
+    (0.05, 10.0)
+    """
+    power = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 1.0
+    return next((step * power for step in (1, 2, 5, 10) if step * power >= rough * (1 - 1e-9)), 10 * power)
+
+
+def format_tick(value: float) -> str:
+    """A tick label: short, with k, M or G for large numbers.
+
+    >>> [format_tick(value) for value in (0.25, 0.30000000000000004, 2000, 5e6)]
+    ['0.25', '0.3', '2k', '5M']
+    """
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:g}{unit}"
+    return f"{value:.4g}"
+
+
+def series_style(number: int) -> tuple[str, str]:
+    """Colour and dash pattern of a series."""
+    return SERIES_COLOURS[number % len(SERIES_COLOURS)], DASHES[number // len(SERIES_COLOURS) % len(DASHES)]
+
+
+def strip_figure(
+    rows: Mapping[str, Sequence[float]], means: Mapping[str, Span], baseline: str, label: str, bold: Sequence[str] = ()
+) -> str:
+    """One row per variant: a dot for each seed, the mean with its interval, and a line at the baseline's mean."""
+    values = [value for seeds in rows.values() for value in seeds]
+    x = Scale.around([*values, *(end for mean in means.values() for end in mean)], LEFT + 90, WIDTH - 16)
+    height = TOP + ROW_HEIGHT * len(rows) + BOTTOM
+    parts = [*_x_axis(x, height - BOTTOM, label)]
+    if math.isfinite(means[baseline].value):
+        at = x(means[baseline].value)
+        parts.append(f'<line class="reference" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>')
+    for number, (name, seeds) in enumerate(rows.items()):
+        y = TOP + ROW_HEIGHT * (number + 0.5)
+        weight = ' style="font-weight:700"' if name in bold else ""
+        parts.append(f'<text x="{LEFT + 80}" y="{y + 4:.1f}" text-anchor="end"{weight}>{escape_svg(name)}</text>')
+        mean = means[name]
+        if math.isfinite(mean.value):
+            parts.append(f'<line class="interval" x1="{x(mean.low):.1f}" x2="{x(mean.high):.1f}" y1="{y}" y2="{y}"/>')
+            parts.append(_mark(x(mean.value), y - 6, "mean", f"{name}: mean {mean.value:.4g}"))
+        for n, value in enumerate(seeds, 1):
+            parts.append(
+                f'<circle class="seed" cx="{x(value):.1f}" cy="{y:.1f}" r="3.5">'
+                f"<title>{escape_svg(name)}, seed {n}: {value:.4g}</title></circle>"
+            )
+    return _svg(height, parts, f"{label} of every seed, by variant")
+
+
+def difference_figure(rows: Mapping[str, tuple[Sequence[float], Span]], label: str, bold: Sequence[str] = ()) -> str:
+    """One comparison per row: a dot for each seed's difference, their mean with its interval; a line at 0."""
+    ends = [end for seeds, span in rows.values() for end in (*seeds, *span)]
+    x = Scale.around([0.0, *ends], 16, WIDTH - 16)
+    height = TOP + 2 * ROW_HEIGHT * len(rows) + BOTTOM
+    parts = [*_x_axis(x, height - BOTTOM, label)]
+    parts.append(f'<line class="reference" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>')
+    for number, (name, (seeds, span)) in enumerate(rows.items()):
+        y = TOP + ROW_HEIGHT * (2 * number + 1.4)
+        weight = ' style="font-weight:700"' if name in bold else ""
+        parts.append(f'<text x="16" y="{y - 14:.1f}"{weight}>{escape_svg(name)}</text>')
+        parts.append(f'<line class="interval" x1="{x(span.low):.1f}" x2="{x(span.high):.1f}" y1="{y}" y2="{y}"/>')
+        parts.append(_mark(x(span.value), y - 6, "mean", f"{name}: {span.value:+.4g}"))
+        parts += [f'<circle class="seed" cx="{x(value):.1f}" cy="{y:.1f}" r="3"/>' for value in seeds]
+    return _svg(height, parts, f"{label}: differences of every seed")
+
+
+def scatter_figure(points: Mapping[str, tuple[float, Span]], x_label: str, y_label: str, higher_is_better: bool) -> str:
+    """Quality against a cost on a logarithmic axis; the variants on the Pareto front are joined and labelled bold."""
+    finite = {
+        name: point for name, point in points.items() if math.isfinite(point[0]) and math.isfinite(point[1].value)
+    }
+    if not finite:
+        return ""
+    x = Scale.around([cost for cost, _ in finite.values()], LEFT, WIDTH - LABEL_WIDTH, log=True)
+    y = Scale.around([end for _, mean in finite.values() for end in mean], TOP + PLOT_HEIGHT, TOP)
+    front = pareto_front({name: (cost, mean.value) for name, (cost, mean) in finite.items()}, higher_is_better)
+    height = TOP + PLOT_HEIGHT + BOTTOM
+    parts = [*_x_axis(x, TOP + PLOT_HEIGHT, x_label), *_y_axis(y, y_label, WIDTH - LABEL_WIDTH)]
+    path = " ".join(f"{x(finite[name][0]):.1f},{y(finite[name][1].value):.1f}" for name in front)
+    parts.append(f'<polyline class="front" points="{path}"/>')
+    names = list(finite)
+    labels = _spread([y(finite[name][1].value) for name in names])
+    for number, name in enumerate(names):
+        cost, mean = finite[name]
+        colour, _ = series_style(list(points).index(name))
+        on_front = name in front
+        faded = "" if on_front else ' opacity="0.55"'
+        title = f"{name}: {x_label} {cost:,.4g}, {y_label} {mean.value:.4g} ({mean.low:.4g} to {mean.high:.4g})"
+        parts.append(
+            f'<g{faded}><line stroke="{colour}" x1="{x(cost):.1f}" x2="{x(cost):.1f}" y1="{y(mean.low):.1f}" '
+            f'y2="{y(mean.high):.1f}"/><circle fill="{colour}" cx="{x(cost):.1f}" cy="{y(mean.value):.1f}" r="4">'
+            f"<title>{escape_svg(title)}</title></circle>"
+            f'<line class="leader" x1="{x(cost) + 5:.1f}" y1="{y(mean.value):.1f}" x2="{WIDTH - LABEL_WIDTH + 2}" '
+            f'y2="{labels[number]:.1f}"/>{_label(labels[number], name, colour, bold=on_front)}</g>'
+        )
+    return _svg(height, parts, f"{y_label} against {x_label}")
+
+
+def curve_figure(
+    curves: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str, log: bool = False
+) -> str:
+    """One line per variant, labelled at its right end; `log` sets the horizontal axis."""
+    non_empty = {name: points for name, points in curves.items() if points}
+    if not non_empty:
+        return ""
+    x = Scale.around([at for points in non_empty.values() for at, _ in points], LEFT, WIDTH - LABEL_WIDTH, log=log)
+    y = Scale.around([value for points in non_empty.values() for _, value in points], TOP + PLOT_HEIGHT, TOP)
+    parts = [*_x_axis(x, TOP + PLOT_HEIGHT, x_label), *_y_axis(y, y_label, WIDTH - LABEL_WIDTH)]
+    labels = _spread([y(points[-1][1]) for points in non_empty.values()])
+    for number, (name, points) in enumerate(non_empty.items()):
+        colour, dash = series_style(list(curves).index(name))
+        path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in points if math.isfinite(value))
+        dashed = f' stroke-dasharray="{dash}"' if dash else ""
+        parts.append(
+            f'<polyline class="curve" stroke="{colour}"{dashed} points="{path}"><title>{escape_svg(name)}</title>'
+            f"</polyline>{_label(labels[number], name, colour, dash)}"
+        )
+    return _svg(TOP + PLOT_HEIGHT + BOTTOM, parts, f"{y_label} against {x_label}, by variant")
+
+
+def pareto_front(points: Mapping[str, tuple[float, float]], higher_is_better: bool) -> list[str]:
+    """Names of the points that no other beats in cost and quality at once, by rising cost.
+
+    >>> pareto_front({"a": (1, 0.5), "b": (2, 0.4), "c": (3, 0.9)}, True)
+    ['a', 'c']
+    """
+    sign = 1 if higher_is_better else -1
+    front: list[str] = []
+    best = -math.inf
+    for name, (_, quality) in sorted(points.items(), key=lambda item: (item[1][0], -sign * item[1][1])):
+        if sign * quality > best:
+            front.append(name)
+            best = sign * quality
+    return front
+
+
+def _spread(targets: Sequence[float]) -> list[float]:
+    return spread_labels(targets, 13.0, TOP + 6.0, TOP + PLOT_HEIGHT + BOTTOM - 8.0)
+
+
+def _label(y: float, name: str, colour: str, dash: str = "", bold: bool = False) -> str:
+    """A sample of the line, and the name of the series."""
+    weight, left = ' style="font-weight:700"' if bold else "", WIDTH - LABEL_WIDTH
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    return (
+        f'<line class="sample" stroke="{colour}"{dashed} x1="{left + 6}" x2="{left + 22}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        f'<text x="{left + 26}" y="{y + 4:.1f}"{weight}>{escape_svg(name)}</text>'
+    )
+
+
+def _mark(x: float, y: float, kind: str, title: str) -> str:
+    return (
+        f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{y:.1f}" y2="{y + 12:.1f}">'
+        f"<title>{escape_svg(title)}</title></line>"
+    )
+
+
+def _x_axis(x: Scale, y: float, label: str) -> Iterator[str]:
+    yield f'<line class="axis" x1="{x.start}" x2="{x.end}" y1="{y}" y2="{y}"/>'
+    for tick in x.ticks:
+        at = x(tick)
+        yield f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{y}" y2="{y + 4}"/>'
+        yield f'<text x="{at:.1f}" y="{y + 16}" text-anchor="middle">{format_tick(tick)}</text>'
+    middle = (x.start + x.end) / 2
+    yield f'<text class="label" x="{middle:.0f}" y="{y + 32}" text-anchor="middle">{escape_svg(label)}</text>'
+
+
+def _y_axis(y: Scale, label: str, right: float) -> Iterator[str]:
+    for tick in y.ticks:
+        at = y(tick)
+        yield f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        yield f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{format_tick(tick)}</text>'
+    middle = (y.start + y.end) / 2
+    turned = f"translate(13 {middle:.0f}) rotate(-90)"
+    yield f'<text class="label" transform="{turned}" text-anchor="middle">{escape_svg(label)}</text>'
+
+
+def _svg(height: float, parts: Sequence[str], title: str) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape_svg(title)}" '
+        f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
+    )
+
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --panel: #fff; --text: #1b1b1f; --muted: #5c5c66; --line: #dcdce0;

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 RESULT_FILE = "result.json"
 RUN_FOLDER, EDIT_FOLDER, LOG_FILE = "run", "edits", "metrics.jsonl"
 TEST_BATCHES = 4  # batches of each further test
-STATUSES = ("done", "diverged", "out of memory", "failed", "killed")
 
 
 def run_cell(config: Mapping[str, Any], folder: str) -> dict[str, Any]:

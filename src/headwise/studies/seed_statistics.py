@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..head_analysis.resampling import confidence_interval, holm_correction
-from .contrasts import Contrast, Readout
-from .study_file import StudyTask
+from .study_file import Contrast, Readout, StudyTask
 from .study_runner import CellResult, StudyResults
 
 SIGNIFICANCE = 0.05

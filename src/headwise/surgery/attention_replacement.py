@@ -41,12 +41,8 @@ def get_attention_parameters(net: Transformer, site: str) -> dict[str, Tensor]:
     """Return every parameter and constant of one attention by its name inside it, including those shared by layers.
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... )
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> get_attention_parameters(net, "decoder.0.attention")["output.o_bias"].shape
     torch.Size([8])
     """
@@ -72,12 +68,8 @@ def replace_attentions(net: Transformer, changes: Mapping[str, AttentionChange])
     """Return a new model with these attentions replaced; all other tensors are copies.
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... )
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> removed = replace_attentions(net, {"decoder.1.attention": AttentionChange(None, {"constant": torch.ones(8)})})
     >>> [block.constant_sublayers for block in removed.spec.stacks[0].layers]
     [(), ('attention',)]
@@ -172,12 +164,8 @@ def remove_heads(
     `constants` are vectors [model] added to the output of sites, such as the average output of the removed heads.
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... )
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> small, x = (
     ...     remove_heads(net, {"decoder.0.attention": (0, 2), "decoder.1.attention": ()}),
     ...     torch.tensor([[3, 1, 4]]),

@@ -21,7 +21,7 @@ import numpy as np
 from ..escaping import escape_markdown
 from ..files import write_atomically
 from ..head_analysis.head_figures import FIGURE_THEMES
-from ..head_analysis.importance_result import SIGNIFICANCE_LEVEL
+from ..head_analysis.head_table import SIGNIFICANCE_LEVEL
 from ..head_analysis.resampling import (
     CONFIDENCE,
     Array,

@@ -22,6 +22,7 @@ from ..masking.sequence_info import SequenceInfo
 from ..model_spec import StackSpec
 from ..models import Transformer
 from ..models.embeddings_heads import TokenTypeInput
+from ..parts.precision import to_at_least_float32
 from ..training.loop import InterruptGuard
 from ..training.optimisers import AdamWOptimiser, group_parameters
 from ..training.recipe import SCHEDULES, Recipe
@@ -69,14 +70,14 @@ class DistillationBatch(NamedTuple):
         tensor([0.6931])
         """
         log_probs, teacher_log_probs = (
-            _to_float32(logits / temperature).log_softmax(-1) for logits in (outputs, teacher_outputs)
+            to_at_least_float32(logits / temperature).log_softmax(-1) for logits in (outputs, teacher_outputs)
         )
         per_position = F.kl_div(log_probs, teacher_log_probs, reduction="none", log_target=True).sum(-1)
         return _mean_by_text(per_position, self.positions) * temperature**2
 
     def state_distances(self, outputs: Tensor, teacher_outputs: Tensor, metric: str = "cosine") -> Tensor:
         """Return the distance of hidden states from the teacher's, per text: 1 - cosine, or mean square for "l2"."""
-        states, teacher_states = _to_float32(outputs), _to_float32(teacher_outputs)
+        states, teacher_states = to_at_least_float32(outputs), to_at_least_float32(teacher_outputs)
         per_position = (
             1 - F.cosine_similarity(states, teacher_states, dim=-1)
             if metric == "cosine"
@@ -87,10 +88,6 @@ class DistillationBatch(NamedTuple):
 
 def _is_float_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _to_float32(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _mean_by_text(per_position: Tensor, mask: Tensor) -> Tensor:

@@ -35,12 +35,8 @@ def collect_kv_statistics(
     stored: (heads x head dimension)^2 numbers per site and side.
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... ).eval()
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     >>> statistics = collect_kv_statistics(net, [torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5]])])
     >>> [(site, side, sums.num_tokens) for site, sides in statistics.items() for side, sums in sides.items()]
     [('decoder.0.attention', 'k', 5), ('decoder.0.attention', 'v', 5)]

@@ -178,12 +178,8 @@ def select_attentions(net: Transformer, names: Sequence[str] = ()) -> dict[str, 
     """Return the attentions with these names or prefixes, with their specs; all if `names` is empty.
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... )
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> list(select_attentions(net, ["decoder.1"]))
     ['decoder.1.attention']
     """

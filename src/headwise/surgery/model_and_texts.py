@@ -14,7 +14,7 @@ from ..errors import SpecError
 from ..head_analysis.annotated_examples import Example
 from ..head_analysis.text_analysis import read_texts, text_reader
 from ..hub.tokenizer_files import read_live_processor
-from ..inspect.forward_arguments import check_is_module
+from ..inspect.model_inputs import check_is_module
 from ..inspect.model_tokenizer import find_model_folder
 from ..model_spec.serialization import TOKENIZER_FILE
 from ..models import Transformer

@@ -78,8 +78,6 @@ class PackedMask:
 
 # --- Records of layers and calls -----------------------------------------------------------------------
 
-RECORDED_TENSORS = ("q", "k", "v", "z")
-
 
 @dataclass(frozen=True)
 class TokenRow:

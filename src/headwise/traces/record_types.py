@@ -105,11 +105,11 @@ class Record:
             self.fail(name, f"has {len(items)} items, not {length}")
         return items
 
-    def read_records(self, name: str, default: Any = MISSING) -> list[Record]:
+    def read_records(self, name: str) -> list[Record]:
         """Return a list of tables."""
         return [
             Record(f"{self.where}{'.' * bool(self.where)}{name}[{n}]", item, self.remedy)
-            for n, item in enumerate(self.read_list(name, None, default))
+            for n, item in enumerate(self.read_list(name))
         ]
 
     def read_record(self, name: str, default: Any = MISSING) -> Record:

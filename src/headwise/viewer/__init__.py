@@ -6,22 +6,19 @@ In reading order:
 - `view_document`: the JSON description of what is open: model, tokens, attention layers, measures.
 - `weight_summaries`: pooled tiles, marginals, the largest weight of a part, and the masks of thumbnails.
 - `model_targets`: what can be opened by name: the sample, a trace, a folder, FILE.py:FACTORY, or a Hub model.
-- `tile_encoding`: messages of arrays behind a JSON header; `binary_answers`: tiles, thumbnails and measures as such.
+- `binary_answers`: messages of arrays behind a JSON header: thumbnails, tiles, measures, products by channel,
+  aggregates of heads, written tokens, images, and the computation of one head for one query, step by step.
 - `model_worker`: `ModelWorker`, one thread that runs jobs on the model, with progress and cancellation.
-- `model_actions`, `lab_actions`, `similarity_actions`, `comparison_actions`, `cost_actions`: the jobs: capture a text,
-  measure the heads, ablate them, find similar heads, compare two runs, and cost.
-- `lab_runs`, `lab_recipes`: runs of the open text with some heads ablated; the Python lines that repeat them.
-- `lab_checks`: the same outputs by a copy without the weights of these heads, and the text continued by both.
-- `lab_evaluation`: the job that measures the loss over several texts with and without the ablated heads.
+- `model_actions`, `lab_actions`, `similarity_actions`, `comparison_actions`: the jobs: capture a text,
+  measure the heads, ablate them and continue the text, find similar heads, compare two runs, and cost.
+- `lab_runs`: runs of the open text with some heads ablated, and the Python lines that repeat them.
+- `lab_checks`: the same outputs by a copy without the weights of these heads, the text continued by both, and the loss
+  over several texts.
 - `evidence_actions`: the jobs that find the texts that show a class, and measure dependency relations.
-- `generation_actions`: the job that continues the open text, with the weights of every decode step.
-- `analysis_answers`: products by channel, aggregates of heads, written tokens, and images.
-- `step_answers`: the computation of one head for one query, step by step.
-- `surgery_actions`, `surgery_arguments`: the jobs that plan, prune and convert, with proofs; what they are asked for.
+- `surgery_actions`: the jobs that plan, prune and convert, with proofs, and what they are asked for.
 - `http_security`: which requests are answered, and the headers of every answer.
 - `server`: the routes of the HTTP interface, and `serve`.
-- `html_export`: a single HTML file of what is open, with the answers of `export_answers`; `export_files`: weights,
-  measures and the trace as files.
+- `export_files`: weights, measures and the trace as files, and a single HTML file of what is open.
 - `bundled_sample`: the small translator that `headwise view` opens without arguments, its trace and its measures.
 - `view`: `hw.view` and `hw.view_attention`, and what they show in a notebook.
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..traces import Trace, TraceComparison, compare_traces, load_trace
+from .binary_answers import Array, encode_arrays
 from .lab_runs import LabRuns, id_inputs
 from .model_actions import capture_trace, check_text_length, read_heads, read_text
 from .model_targets import is_trace, load_target, read_pruned_heads
 from .model_worker import JobProgress
 from .open_model import CAPTURE_BUDGET, MAX_TILE_CELLS, OpenModel
-from .tile_encoding import Array, encode_arrays
 from .weight_summaries import make_edges
 
 if TYPE_CHECKING:

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .binary_answers import encode_arrays
 from .model_actions import make_examples, read_text
 from .model_worker import JobProgress
 from .open_model import OpenModel
-from .tile_encoding import encode_arrays
 
 if TYPE_CHECKING:
     from ..head_analysis.annotated_examples import Example
+    from ..head_analysis.attention_figures import PictureMaker
     from ..head_analysis.head_table import HeadMeasures
-    from ..head_analysis.picture_examples import PictureMaker
 
 MAX_TEXTS = 64  # that are scored
 SHOWN_CHARACTERS = 200  # of a text
@@ -32,7 +32,7 @@ def find_evidence(model: OpenModel, arguments: Mapping[str, Any], progress: JobP
         raise ValueError("give the numbers of a site and of a head")
     name = read_text(arguments, "class")
     measured = _measured_head(model, model.site_name(site), head)
-    from ..head_analysis.picture_examples import PictureMaker
+    from ..head_analysis.attention_figures import PictureMaker
 
     examples = make_examples(model, arguments)[:MAX_TEXTS]
     maker = PictureMaker(model.get_model(), examples)

@@ -24,17 +24,27 @@ from starlette.routing import Route
 
 from ..errors import SpecError
 from ..traces import map_queries_and_keys
-from ..traces.head_aggregates import AGGREGATES
+from ..traces.attention_trace import AGGREGATES
 from ..traces.head_steps import HeadPlace
-from ..translation.sentences import MAX_SENTENCES, translate_all
-from .analysis_answers import SCOPES, encode_aggregate, encode_image, encode_products, encode_written
-from .binary_answers import encode_marginals, encode_measures, encode_thumbnails, encode_tile
+from ..translation.language import MAX_SENTENCES, translate_all
+from .binary_answers import (
+    SCOPES,
+    encode_aggregate,
+    encode_arrays,
+    encode_image,
+    encode_marginals,
+    encode_measures,
+    encode_products,
+    encode_result,
+    encode_steps,
+    encode_thumbnails,
+    encode_tile,
+    encode_written,
+    find_steps,
+)
 from .comparison_actions import compare_attention, exact_pair, pool_difference
-from .cost_actions import compute_cost
 from .evidence_actions import find_evidence, measure_syntax
-from .export_files import EXPORT_KINDS, ExportScope, FileTooLarge, describe_files, make_file
-from .generation_actions import generate_text
-from .html_export import NOT_BUILT
+from .export_files import EXPORT_KINDS, NOT_BUILT, ExportScope, FileTooLarge, describe_files, make_file
 from .http_security import (
     ALL_ADDRESSES,
     MAX_BODY_BYTES,
@@ -43,15 +53,13 @@ from .http_security import (
     is_loopback,
     machine_names,
 )
-from .lab_actions import compute_effect, continue_text, plan_curves, remove_greedily, sweep_heads
-from .lab_evaluation import evaluate_texts
-from .model_actions import JOB_KINDS, TextTooLong, check_text_length
+from .lab_actions import compute_effect, continue_text, generate_text, plan_curves, remove_greedily, sweep_heads
+from .lab_checks import evaluate_texts
+from .model_actions import JOB_KINDS, TextTooLong, check_text_length, compute_cost
 from .model_worker import END_STATES, Job, ModelWorker, QueueFull, describe_error, is_out_of_memory
 from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
 from .similarity_actions import compute_similarity
-from .step_answers import encode_steps, find_steps
 from .surgery_actions import convert_heads, describe_surgery, plan_conversion, plan_pruning, prune_heads
-from .tile_encoding import encode_arrays, encode_result
 
 STATIC_FOLDER = Path(__file__).parent / "static"
 MEDIA_TYPES = {

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .binary_answers import encode_arrays
 from .model_actions import make_examples
 from .model_worker import JobProgress
 from .open_model import OpenModel
-from .tile_encoding import encode_arrays
 
 if TYPE_CHECKING:
     from ..head_analysis.head_redundancy import ComparableHeads

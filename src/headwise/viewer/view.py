@@ -21,8 +21,7 @@ from ..output_paths import Existing, FileKind, FolderKind, check_output
 from ..traces import Trace, load_trace, trace_from_weights
 from ..translation.language import localise
 from . import bundled_sample
-from .export_answers import collect_answers
-from .html_export import TITLE_END, render_html
+from .export_files import TITLE_END, collect_answers, render_html
 from .model_targets import Log, is_trace, load_target, read_pruned_heads
 from .open_model import OpenModel
 
@@ -166,7 +165,7 @@ def measure_heads_once(opened: OpenModel) -> None:
 
 def serve_page(opened: OpenModel, options: ServerOptions, announce: Callable[[str], object]) -> None:
     """Serve the page until interrupted; `announce` is called with one line, the address."""
-    from .html_export import load_assets
+    from .export_files import load_assets
     from .server import ServerAddress, serve
 
     load_assets()  # a page that is not built is reported before anything starts

@@ -1,8 +1,8 @@
 """`headwise cost`: the cost of specs and models before they run, side by side.
 
 This module has the command and its everyday options. `comparison_options` has those that compare, match sizes, draw
-and write CSV; `training_options` the memory of training, `serving_options` throughput and memory of serving, and
-`parallel_options` several devices.
+and write CSV; `training_options` the memory of training, `serving_options` throughput and memory of serving, also on
+several devices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..arguments import (
     to_json,
 )
 from ..command_parser import CommandParser, UsageError
-from . import comparison_options, parallel_options, serving_options, training_options
+from . import comparison_options, serving_options, training_options
 
 if TYPE_CHECKING:
     from ...costs.cost_report import CostReport
@@ -56,7 +56,7 @@ OPTION_GROUPS = (
     CostOptions(training_options.add_activation_arguments, training_options.make_activation_views),
     CostOptions(serving_options.add_serving_arguments, serving_options.make_serving_views),
     CostOptions(serving_options.add_memory_fit_arguments, serving_options.make_memory_fit_views),
-    CostOptions(parallel_options.add_parallel_arguments, parallel_options.make_parallel_views),
+    CostOptions(serving_options.add_parallel_arguments, serving_options.make_parallel_views),
     CostOptions(serving_options.add_intensity_arguments, serving_options.make_intensity_views),
     CostOptions(comparison_options.add_comparison_arguments, comparison_options.make_comparison_views),
     CostOptions(comparison_options.add_plot_arguments, comparison_options.make_plot_views),

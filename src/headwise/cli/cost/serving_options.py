@@ -1,4 +1,6 @@
-"""`headwise cost --serve`, `--memory-fit` and `--intensity`: throughput, memory and arithmetic intensity of serving."""
+"""`headwise cost --serve`, `--memory-fit`, `--intensity` and `--devices`: throughput, memory and arithmetic intensity
+of serving, and tensor, pipeline and expert parallelism.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ if TYPE_CHECKING:
     from ...costs.cost_report import CostEstimate, CostReport
     from ...costs.decode_intensity import IntensityReport
     from ...costs.kv_cache_memory import RequestBatch
+    from ...costs.parallel_report import ParallelReport
     from ...costs.roofline import Device, NumberFormats
     from ...costs.serving_capacity import MemoryDemand, MemoryFit
     from ...costs.throughput_report import ThroughputReport
     from ...spec.attention_spec import AttentionSpec
+
 
 PREFILL_CHUNK = 2048
 # Options that only have an effect together with one of these reports.
@@ -35,10 +39,10 @@ DEPENDENT_OPTIONS = {
 
 
 @dataclass(frozen=True)
-class ThroughputView:
-    """The throughput report of every spec."""
+class ReportsView:
+    """The throughput report, or the report of several devices, of every spec or model."""
 
-    reports: tuple[ThroughputReport, ...]
+    reports: tuple[ThroughputReport | ParallelReport, ...]
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.reports))
@@ -81,7 +85,7 @@ def add_serving_arguments(parser: CommandParser) -> None:
     group.add_argument("--seed", type=int, metavar="NUMBER", help="random seed of --lengths (default: 0)")
 
 
-def make_serving_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, ThroughputView]:
+def make_serving_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, ReportsView]:
     """Return the report of --serve, if it is given."""
     _check_dependent_options(args)
     if not args.serve:
@@ -94,7 +98,7 @@ def make_serving_views(args: argparse.Namespace, costs: CostReport) -> Mapping[s
         ThroughputReport(estimate.name, memory_demand(args, estimate), args.prompt or estimate.workload.context)
         for estimate in costs
     )
-    return {"serving": ThroughputView(reports)}
+    return {"serving": ReportsView(reports)}
 
 
 def memory_demand(args: argparse.Namespace, estimate: CostEstimate) -> MemoryDemand:
@@ -280,3 +284,42 @@ def make_memory_fit_views(args: argparse.Namespace, costs: CostReport) -> Mappin
         demand = replace(memory_demand(args, estimate), training_bytes_per_parameter=training)
         fits[estimate.name] = check_memory_fit(demand)
     return {"memory_fit": MemoryFitView(fits)}
+
+
+DIVISIONS = ("tensor", "pipeline", "experts")
+
+
+def add_parallel_arguments(parser: CommandParser) -> None:
+    """Add --devices, --tensor, --pipeline and --experts."""
+    group = parser.add_expert_group("several devices")
+    group.add_argument("--devices", type=int, metavar="COUNT", help="serve models on several devices")
+    group.add_argument("--tensor", type=int, metavar="COUNT", help="devices that divide each layer (default: 1)")
+    group.add_argument("--pipeline", type=int, metavar="COUNT", help="stages that divide the layers (default: 1)")
+    group.add_argument("--experts", type=int, metavar="COUNT", help="devices that divide the experts (default: 1)")
+
+
+def make_parallel_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, ReportsView]:
+    """Return the report of --devices, if it is given."""
+    divisions = {name: getattr(args, name) for name in DIVISIONS if getattr(args, name) is not None}
+    if args.devices is None:
+        if divisions:
+            name, count = next(iter(divisions.items()))
+            raise UsageError(f"--{name} {count} divides several devices; add --devices {max(count, 1)}")
+        return {}
+    from ...costs.kv_cache_memory import RequestBatch
+    from ...costs.parallel_report import ParallelReport
+    from ...costs.parallelism import ParallelCost, ParallelPlan
+    from ...costs.roofline import Device
+    from ...model_spec import ModelSpec
+
+    plan = ParallelPlan(args.devices, **divisions)
+    reports: list[ParallelReport] = []
+    for estimate in costs:
+        model, workload = estimate.spec_or_model, estimate.workload
+        if not isinstance(model, ModelSpec):
+            raise UsageError(f"--devices divides models, and {estimate.name} is one layer; name a model")
+        device = apply_efficiency(args, Device.from_name(workload.device))
+        requests = RequestBatch.uniform(workload.batch, workload.context)
+        cost = ParallelCost(model, plan, device, requests, number_formats(args, estimate))
+        reports.append(ParallelReport(estimate.name, cost, workload.context))
+    return {"parallel": ReportsView(tuple(reports))}

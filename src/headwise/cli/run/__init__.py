@@ -1,8 +1,7 @@
 """`headwise run`: run a trained model on a text, an image, or every line of stdin.
 
-`main` loads the model and calls the function for its kind: of `generated_text` for models that generate text, of
-`requests` with --requests, of `predictions` for classifiers and for models that fill in masks. `inputs` reads lines
-and images.
+`main` loads the model and calls the function for its kind: of `answers` for models that generate text, classify or fill
+in masks, of `requests` with --requests. `inputs` reads lines and images.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ DECODING_OPTIONS = EVERYDAY_DECODING | EXPERT_DECODING
 # Options that apply to every kind of model, by their argparse names.
 COMMON_OPTIONS = ("model", "text", "batch", "device", "tokenizer", "json", "top_k")
 ANSWER_FUNCTIONS = {  # module and function by kind
-    "texts": ("generated_text", "answer"),
+    "texts": ("answers", "answer"),
     "requests": ("requests", "answer"),
-    "classes": ("predictions", "answer_classes"),
-    "masks": ("predictions", "answer_masks"),
+    "classes": ("answers", "answer_classes"),
+    "masks": ("answers", "answer_masks"),
 }
 SERVING_OPTIONS = ("budget", "rows", "chunk")
 

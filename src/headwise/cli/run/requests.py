@@ -23,7 +23,7 @@ from ...serving import BatchingConfig, Engine, RequestStream, ThroughputPredicti
 from ...serving.metrics import DTYPE_NAMES
 from ..arguments import print_note, print_page, to_json
 from ..command_parser import UsageError
-from .generated_text import CompileNotices, parse_decoding, parse_length
+from .answers import CompileNotices, parse_decoding, parse_length
 from .inputs import MAX_LINE_BYTES
 
 DEFAULT_MEMORY = "1 GiB"

@@ -7,6 +7,5 @@ In order of precedence (`attention_sites.ADAPTERS`):
 - `example_run`: modules that computed attention while the model ran on an example.
 - `output_projection`: modules with an output projection that is found by name or declared (`declarations`).
 
-`module_tracer` traces attention inside the forward of any module; `joint_axis` splits an axis that joins batch and
-heads.
+`module_tracer` traces attention inside the forward of any module, also over an axis that joins batch and heads.
 """

@@ -34,8 +34,7 @@ from ..method_patches import ForwardFunction, SharedPatch
 from ..site import Ability
 from . import module_tracer
 from .declarations import get_declaration
-from .joint_axis import BATCH_FIRST, JointAxis, find_joint_axis
-from .module_tracer import AttentionTracer, TracedAttention
+from .module_tracer import BATCH_FIRST, AttentionTracer, JointAxis, TracedAttention, find_joint_axis
 from .output_projection import (
     NUM_HEADS_NAMES,
     UNKNOWN_PATTERN,

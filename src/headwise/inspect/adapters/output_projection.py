@@ -31,8 +31,7 @@ from ..method_patches import ForwardFunction, SharedPatch
 from ..site import POSSIBLE, Ability, Site
 from . import module_tracer
 from .declarations import AttentionDeclaration, get_declaration, get_input_width
-from .joint_axis import UNKNOWN_ORDER, JointAxis
-from .module_tracer import AttentionTracer, TracedAttention
+from .module_tracer import UNKNOWN_ORDER, AttentionTracer, JointAxis, TracedAttention
 
 # --- Properties of a third-party module ----------------------------------------------------------------
 
@@ -143,7 +142,7 @@ def make_site(
         "cross"
         if getattr(module, "is_cross_attention", False)
         or CROSS_ATTENTION_NAME.search(parts[-1])
-        or _is_cross_attention(parts)
+        or any(CROSS_ATTENTION_NAME.search(part) for part in parts[-2:])
         else "attention"
     )
     stack = _stack_name(parts[: numbers[0]] if numbers else parts[:-1], module)
@@ -171,10 +170,6 @@ def make_site(
 def is_within(path: str, other: str) -> bool:
     """Whether the module at `path` is the module at `other` or inside it."""
     return path == other or path.startswith(f"{other}.") or not other
-
-
-def _is_cross_attention(parts: list[str]) -> bool:
-    return any(CROSS_ATTENTION_NAME.search(part) for part in parts[-2:])
 
 
 def _stack_name(path_parts: list[str], module: nn.Module) -> str:

@@ -16,7 +16,7 @@ from ...errors import SpecError
 from ...families import get_weight_names, read_model_spec, write_config
 from ...families.config_reader import HEAD_COUNT_KEYS, KV_COUNT_KEYS, find_differences
 from ...families.weight_names import find_unnamed_weight
-from ...files import sha256
+from ...files import sha256, sync_folder
 from ...hub.checkpoint_weights import INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder
 from ...hub.pretrained_models import CONFIG_FILE
 from ...hub.transformers_loading import check_config_values, remove_code_settings
@@ -27,7 +27,7 @@ from ...output_paths import FolderKind, stage_folder
 from ...spec.attention_spec import AttentionSpec
 from . import resized_modules as resized
 from .load_check import LoadCheck, check_load
-from .shard_rewrite import CanonicalForm, ShardRewrite, fsync_file, to_canonical_form, write_shards
+from .shard_rewrite import CanonicalForm, ShardRewrite, to_canonical_form, write_shards
 
 ATTENTION_NAMES = {"attention": "attention", "cross": "cross-attention"}
 
@@ -69,7 +69,7 @@ def describe_uneven_layers(model_spec: ModelSpec) -> str:
         (
             reason
             for stack in model_spec.stacks
-            for reason in _iter_uneven_layers(stack, _stack_prefix(model_spec, stack.name))
+            for reason in _iter_uneven_layers(stack, (f"in the {stack.name} " if len(model_spec.stacks) > 1 else ""))
         ),
         "",
     )
@@ -83,10 +83,6 @@ def _iter_uneven_layers(stack: StackSpec, prefix: str) -> Iterator[str]:
             first_depth, first_spec = first.setdefault(role, (depth, spec))
             if difference := _describe_difference(spec, depth, first_spec, first_depth):
                 yield f"{prefix}{difference}"
-
-
-def _stack_prefix(model_spec: ModelSpec, stack: str) -> str:
-    return f"in the {stack} " if len(model_spec.stacks) > 1 else ""
 
 
 def _describe_difference(spec: AttentionSpec, depth: int, other: AttentionSpec, other_depth: int) -> str:
@@ -256,18 +252,6 @@ def read_record(path_or_folder: Path | str) -> SurgeryRecord:
     return SurgeryRecord.from_file(path)
 
 
-def check_record(record: SurgeryRecord, source: Path | None) -> None:
-    """Raise SpecError if a record was made for another checkpoint, in which head indices mean other heads."""
-    hashes = hash_source_files(source)
-    if not record.source:
-        raise SpecError(
-            "this plan was made for a model in memory and cannot be compared with a file. Create a new plan"
-        )
-    wrong = [name for name in {**record.source, **hashes} if record.source.get(name) != hashes.get(name)]
-    if wrong:
-        raise SpecError(f"this plan was made for another checkpoint: {wrong[0]} of {source} differs. Create a new plan")
-
-
 def hash_source_files(source: Path | None) -> dict[str, str]:
     """Return the SHA-256 of the config and weight files of a source, by file name."""
     if source is None:
@@ -347,7 +331,7 @@ def _rewrite_folder(source: Path, rewrite: ShardRewrite, config: dict[str, Any],
         target = fresh / path.relative_to(source)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)
-        fsync_file(target)
+        sync_folder(target)
     _write_json(fresh / CONFIG_FILE, remove_code_settings(config, CONFIG_FILE))
     write_shards(rewrite, fresh)
 
@@ -368,4 +352,4 @@ def list_companion_files(source: Path) -> Iterator[Path]:
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    fsync_file(path)
+    sync_folder(path)

@@ -18,7 +18,7 @@ from ...errors import SpecError
 from ...families import read_model_spec
 from ...families.config_reader import HEAD_COUNT_KEYS, KV_COUNT_KEYS
 from ...families.weight_names import CheckpointPlan
-from ...files import sha256
+from ...files import sha256, sync_folder
 from ...hub.pretrained_models import CONFIG_FILE
 from ...hub.transformers_loading import build_without_weights, find_model_class, load_config
 from ...model_spec import ModelSpec, to_dict
@@ -26,7 +26,7 @@ from ...model_spec.serialization import RECORD_FILE, RECORD_FORMAT
 from ...models import Transformer
 from ...spec.attention_spec import AttentionSpec
 from .load_check import check_load
-from .shard_rewrite import HEAD_AXES, CanonicalForm, ShardRewrite, fsync_file, list_index_constants
+from .shard_rewrite import HEAD_AXES, CanonicalForm, ShardRewrite, list_index_constants
 
 MAX_CANDIDATES = 24  # combinations of module attributes to try
 RETURN_COUNTS = (2, 3, 0)  # length of the tuple an attention module returns; 0: a bare tensor
@@ -97,10 +97,6 @@ def _merge_changes(
         if "constant" in change:
             change["constant"] = change["constant"] | {"num_outputs": returns}
     return merged
-
-
-def _has_cache(module: nn.Module, location: AttentionLocation) -> bool:
-    return location.site.endswith(".attention") and type(vars(module).get("layer_idx")) is int
 
 
 def _build_hf_model(folder: Path) -> nn.Module:
@@ -318,7 +314,7 @@ def _forward_changes(
 ) -> dict[str, Any]:
     """Changes to what the forward method of an attention computes or reads."""
     if location.after is None:
-        has_cache = _has_cache(module, location)
+        has_cache = location.site.endswith(".attention") and type(vars(module).get("layer_idx")) is int
         return {"constant": {"output_weight": location.output_weight, "has_cache": has_cache}}
     has_own_bias = has_columns or location.site.endswith(".cross")
     own_bias = {"own_position_bias": True} if has_own_bias and _takes(module, "position_bias") else {}
@@ -431,7 +427,7 @@ def add_loader(folder: Path, rewrite: ShardRewrite, net: Transformer, reason: st
             document,
         )
     (folder / LOADER_NAME).write_bytes(LOADER_SOURCE.read_bytes())
-    fsync_file(folder / LOADER_NAME)
+    sync_folder(folder / LOADER_NAME)
     draft = {"format": RECORD_FORMAT, "kind": "resized"} | document
     (folder / RECORD_FILE).write_text(json.dumps(draft), encoding="utf-8")
     try:

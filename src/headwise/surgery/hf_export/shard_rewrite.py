@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ...families import get_weight_names
 from ...families.weight_names import CheckpointPlan, TensorPiece, WeightNames
+from ...files import sync_folder
 from ...hub.checkpoint_weights import INDEX_FILE, SafetensorsFolder
 from ...interfaces import Part
 from ...interfaces.part import field_defaults
@@ -264,7 +264,7 @@ class ShardRewrite(NamedTuple):
         last = list(self.source_tensors.infos)[-1]
         new_paths = [path for path in self.new_plan.pieces if path not in source_names]
         return {
-            path: next((n for n in source_names.values() if n.startswith(_module_prefix(path))), last)
+            path: next((n for n in source_names.values() if n.startswith(f"{path.rpartition('.')[0]}.")), last)
             for path in new_paths
         }
 
@@ -312,10 +312,6 @@ class ShardRewrite(NamedTuple):
         return tensor
 
 
-def _module_prefix(path: str) -> str:
-    return f"{path.rpartition('.')[0]}."
-
-
 def _shape_without_heads(pieces: list[TensorPiece]) -> tuple[int, ...]:
     """Return the shape with all head axes at size 0."""
     file_view = pieces[0].file_view
@@ -357,7 +353,7 @@ def _iter_tensors(file: Path, metadata: dict[str, str]) -> Iterator[tuple[str, T
 def _save_shard(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     try:
         save_file(dict(tensors), path, metadata)
-        fsync_file(path)
+        sync_folder(path)
     except Exception as error:  # safetensors raises its own type when the disk is full
         raise OSError(f"{path} cannot be written: {error}; make room, or give another folder") from error
 
@@ -367,13 +363,4 @@ def _write_index(old: Path, path: Path, file_of_tensor: Mapping[str, str], size:
     index["weight_map"] = dict(file_of_tensor)
     index["metadata"] = (index.get("metadata") or {}) | {"total_size": size}
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    fsync_file(path)
-
-
-def fsync_file(path: Path) -> None:
-    """Flush a file to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_folder(path)

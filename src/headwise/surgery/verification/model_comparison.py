@@ -189,12 +189,8 @@ def compare_ablated(
     Removed heads are ablated to zero, or to their constant output in `replacements` if that was folded into a bias.
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... ).eval()
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     >>> texts = [Example({"x": torch.tensor([[3, 1, 4]])}, {})]
     >>> [difference.apart for difference in compare_ablated(net, net, texts, {"decoder.0.attention": [0, 1]})]
     [0.0, 0.0]

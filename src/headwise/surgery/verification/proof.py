@@ -353,12 +353,8 @@ def prove(
     """Compare a pruned or converted model with the original, on the same texts.
 
     >>> import headwise as hw
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... )
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> texts = [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)]
     >>> proof = prove(net, net, texts, ProofOptions("no change", timing=TimingOptions(length=8, steps=2, seconds=0.01)))
     >>> proof.holds, proof.quality.row("loss").change.value, proof.agreement.kl

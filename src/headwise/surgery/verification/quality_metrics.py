@@ -98,12 +98,8 @@ def measure_quality(
     loss is a mean over all scored positions; confidence intervals resample texts.
 
     >>> import headwise as hw, torch
-    >>> net = hw.build(
-    ...     hw.families.read_model_spec(
-    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    ...     ),
-    ...     seed=0,
-    ... )
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> texts = [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)]
     >>> report = measure_quality(net.eval(), texts)
     >>> [row.name for row in report.rows], report.texts, report.num_positions
@@ -183,7 +179,8 @@ class QualityTally:
         notes = list(self.notes)
         if self.num_unscored:
             notes.append(f"left out {pluralise(self.num_unscored, 'text')} without targets")
-        rows = list(build_metric_rows(self.after, self.before or None))
+        pair = (self.after, self.before or None)
+        rows = [build_metric_row(name, name, pair) for name in self.after[0].sums]
         if isinstance(self.objective, OutputDrift):
             rows = [row._replace(name=name) for row in rows]
         elif name != "label":
@@ -195,11 +192,6 @@ def check_min_count(count: int, what: str) -> None:
     """Raise ValueError for fewer than 2 items, over which there is no confidence interval."""
     if count < 2:
         raise ValueError(f"cannot compute a confidence interval over {count} {what}. Give at least 2")
-
-
-def build_metric_rows(after: Sequence[TextCounts], before: Sequence[TextCounts] | None) -> list[MetricRow]:
-    """Return one row per summed metric."""
-    return [build_metric_row(name, name, (after, before)) for name in after[0].sums]
 
 
 def build_metric_row(

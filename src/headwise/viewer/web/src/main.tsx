@@ -3,14 +3,13 @@
 import { batch, signal } from "@preact/signals";
 import { render, type ComponentType, type JSX } from "preact";
 import { groupTokens, isGrouped, measureHeads, toggleAblated, togglePin } from "./actions";
-import { startClassNames } from "./class_names";
+import { addedTokens, announcement, doc, excludedTokens, isLoaded, loadDocument, loadError, lockedCell, measures, moveHead, overlay, screen, type ScreenId, selectedToken, showsTable, source, startClassNames, startHash } from "./state";
 import { watchTheme } from "./canvas/colors";
 import { ErrorNote } from "./components/basics";
 import { brushedHeads, classFilter } from "./components/head_grid";
 import { CommandBox, KeySheet, TextDialog } from "./components/overlays";
 import { Shell } from "./components/shell";
 import { t, type TextKey } from "./i18n";
-import { addedTokens, announcement, doc, excludedTokens, isLoaded, loadDocument, loadError, lockedCell, measures, moveHead, overlay, screen, selectedToken, showsTable, source, startHash, type ScreenId } from "./state";
 import { MapScreen } from "./screens/map";
 
 /** Screens that are loaded when one of their group is opened first. */

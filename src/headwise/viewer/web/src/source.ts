@@ -1,7 +1,5 @@
 // Where the page gets its data: the local server, or the data embedded in an exported file.
 
-import { encodeCsv, encodeJson, listPairs } from "./exported_pairs";
-
 export interface TokenRow {
   ids: number[];
   words: string[];
@@ -81,7 +79,7 @@ export interface ViewDocument {
 
 export type NumberArray = Uint8Array | Float32Array | Int32Array;
 
-/** A binary answer: the fields of its header, and its arrays. Mirrors `tile_encoding`. */
+/** A binary answer: the fields of its header, and its arrays. Mirrors `binary_answers`. */
 export interface Message {
   fields: Record<string, any>;
   arrays: Record<string, { data: NumberArray; shape: number[] }>;
@@ -415,4 +413,31 @@ function findPeak(weights: Float32Array, keys: number, fields: URLSearchParams):
 export function makeSource(): DataSource {
   const embedded = document.getElementById("headwise-data");
   return embedded ? new ExportSource(JSON.parse(embedded.textContent ?? "{}")) : new LiveSource(takeToken());
+}
+
+const COLUMNS = ["site", "head", "row", "query", "key", "query_token", "key_token", "weight"] as const;
+type Pair = (string | number)[];
+
+/** The pairs of a head whose weight is large enough, in the order of COLUMNS. */
+export function listPairs(document: ViewDocument, at: { site: number; head: number }, exact: { weights: Float32Array; queries: number; keys: number }, least: number): Pair[] {
+  const site = document.sites[at.site]!;
+  const words = (stream: string) => document.streams[stream]?.[0]?.words ?? [];
+  const [queryWords, keyWords] = [words(site.queryStream), words(site.keyStream)];
+  const pairs: Pair[] = [];
+  exact.weights.forEach((weight, cell) => {
+    if (weight < least || weight <= 0) return;
+    const [query, key] = [Math.floor(cell / exact.keys), cell % exact.keys];
+    pairs.push([site.name, at.head, 0, query, key, queryWords[query] ?? String(query), keyWords[key] ?? String(key), weight]);
+  });
+  return pairs;
+}
+
+export function encodeCsv(pairs: Pair[]): string {
+  const field = (value: string | number) => (typeof value === "string" && /[",\r\n]/.test(value) ? `"${value.replace(/"/g, '""')}"` : String(value));
+  return [COLUMNS as readonly (string | number)[], ...pairs].map((row) => `${row.map(field).join(",")}\r\n`).join("");
+}
+
+export function encodeJson(document: ViewDocument, pairs: Pair[]): string {
+  const weights = pairs.map((pair) => Object.fromEntries(COLUMNS.map((name, index) => [name, pair[index]])));
+  return JSON.stringify({ model: document.model, weights });
 }

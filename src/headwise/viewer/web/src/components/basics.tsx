@@ -1,12 +1,12 @@
 // Small parts that all screens are made of.
 
-import { effect } from "@preact/signals";
+import { effect, useSignal } from "@preact/signals";
 import type { ComponentChildren, JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
-import { drawHeatmap, type HeatmapImage } from "../canvas/heatmap";
 import { themeVersion } from "../canvas/colors";
+import { drawHeatmap, type HeatmapImage } from "../canvas/heatmap";
 import { say, t } from "../i18n";
-import { showsTable, type Scale } from "../state";
+import { announcement, type Scale, showsTable } from "../state";
 
 export function Icon({ path, size = 16 }: { path: string; size?: number }): JSX.Element {
   return (
@@ -140,4 +140,43 @@ export interface Column<Row> {
   numeric?: boolean;
   value: (row: Row) => string | number;
   cell?: (row: Row) => ComponentChildren;
+}
+
+export function CopyCode({ text, testId }: { text: string; testId: string }): JSX.Element {
+  return (
+    <div class="command">
+      <code data-testid={testId} tabIndex={0}>
+        {text}
+      </code>
+      <CopyButton text={text} />
+    </div>
+  );
+}
+
+export function CopyButton({ text, label }: { text: string; label?: string }): JSX.Element {
+  const isCopied = useSignal(false);
+  const copy = async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch {
+      announcement.value = t("copy.refused");
+      return;
+    }
+    isCopied.value = true;
+    setTimeout(() => (isCopied.value = false), 2000);
+  };
+  return (
+    <button class="btn" type="button" onClick={() => void copy()}>
+      {isCopied.value ? t("prune.copied") : (label ?? t("prune.copy"))}
+    </button>
+  );
+}
+
+export function downloadText(name: string, type: string, text: string): void {
+  const address = URL.createObjectURL(new Blob([text], { type }));
+  const link = document.createElement("a");
+  link.href = address;
+  link.download = name;
+  link.click();
+  URL.revokeObjectURL(address);
 }

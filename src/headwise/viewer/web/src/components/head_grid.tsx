@@ -1,18 +1,17 @@
 // The grid of the Map: layers down, heads across. A few canvases show the heads; transparent cells above them take the
 // pointer, the keyboard and screen readers, so that choosing a head draws nothing anew.
 
-import { signal, useComputed, useSignal, useSignalEffect, type ReadonlySignal } from "@preact/signals";
+import { computed, type ReadonlySignal, signal, useComputed, useSignal, useSignalEffect } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { togglePin } from "../actions";
 import { themeVersion } from "../canvas/colors";
-import { drawBand, rowPitch, type BandContent, type Bracket, type CellContent, type CellSizes } from "../canvas/head_cells";
+import { type BandContent, type Bracket, type CellContent, type CellSizes, drawBand, rowPitch } from "../canvas/head_cells";
 import { classWord, format, measureName, say, t } from "../i18n";
-import { cellMode, classesOf, doc, firstHeads, headName, isAblated, measureOf, measures, scale, screen, selectHead, selectedHead, selectedSite, sites, sortHeads, stacks, thumbnails } from "../state";
+import { cellMode, classesOf, doc, firstHeads, headCount, headName, isAblated, layerRange, measureOf, measures, scale, screen, selectedHead, selectedSite, selectHead, sites, sortHeads, stacks, thumbnails, topCount } from "../state";
 import { keepInUrl, readRanges, toList, toText, urlSignal, writeRanges } from "../url_state";
-import { Meter } from "./basics";
+import { Meter, Select, TableButton } from "./basics";
 import { Badge, classLetter } from "./class_badge";
-import { isOnTop, isShownLayer } from "./map_filter";
 
 export interface HeadItem {
   index: number;
@@ -378,4 +377,77 @@ function placeTip(tip: HTMLElement, cell: HTMLElement, box: HTMLElement): void {
   const fits = at.bottom + tip.offsetHeight + 60 < innerHeight;
   tip.style.left = `${left}px`;
   tip.style.top = `${fits ? at.bottom - around.top + 6 : at.top - around.top - tip.offsetHeight - 6}px`;
+}
+
+/** The measure that ranks heads: the one that the cells show, else the one that orders them; "" is the score of the class. */
+const rankedBy = computed(() => {
+  const names = measures.value?.names ?? [];
+  return [cellMode.value, sortHeads.value].find((name) => names.includes(name)) ?? "";
+});
+
+const topHeads = computed<ReadonlySet<number> | null>(() => {
+  if (!topCount.value || !measures.value) return null;
+  const value = (index: number) => (rankedBy.value ? measureOf(index, rankedBy.value) : (classesOf(index)[0]?.score ?? NaN));
+  const known = sites.value.flatMap((site, number) => (isInRange(number) ? Array.from({ length: site.heads }, (_, head) => firstHeads.value[number]! + head) : [])).filter((index) => Number.isFinite(value(index)));
+  return new Set(known.sort((a, b) => value(b) - value(a)).slice(0, topCount.value));
+});
+
+/** Whether a head is among the strongest that are asked for. */
+export function isOnTop(index: number): boolean {
+  return topHeads.value?.has(index) ?? true;
+}
+
+function isInRange(number: number): boolean {
+  const range = layerRange.value;
+  const layer = sites.value[number]!.layer;
+  return !range.length || (layer >= range[0]! && layer <= range[1]!);
+}
+
+/** Whether the Map shows a layer: it is in the chosen range, and has one of the strongest heads. */
+export function isShownLayer(number: number): boolean {
+  if (!isInRange(number)) return false;
+  const first = firstHeads.value[number] ?? 0;
+  return topHeads.value === null || Array.from({ length: sites.value[number]!.heads }, (_, head) => first + head).some(isOnTop);
+}
+
+export function MapFilter(): JSX.Element {
+  const depth = Math.max(0, ...sites.value.map((site) => site.layer));
+  const [first = 0, last = depth] = layerRange.value;
+  const options = Array.from({ length: depth + 1 }, (_, layer): [string, string] => [String(layer), String(layer)]);
+  const choose = (from: number, to: number) => (layerRange.value = from === 0 && to === depth ? [] : [Math.min(from, to), Math.max(from, to)]);
+  const name = rankedBy.value ? measureName(rankedBy.value) : t("score");
+  return (
+    <div class="toolbar map-filter">
+      {measures.value && (
+        <label class="picker range" title={t("map.topBy", { name })}>
+          <span>{topCount.value ? `${t("map.top", { count: topCount.value })} · ${t("map.topBy", { name })}` : t("map.topAll")}</span>
+          <input type="range" min="0" max={headCount.value} value={topCount.value} aria-label={t("map.topBy", { name })} onInput={(event) => (topCount.value = Number(event.currentTarget.value) >= headCount.value ? 0 : Number(event.currentTarget.value))} />
+        </label>
+      )}
+      {depth > 0 && (
+        <>
+          <Select label={t("map.layersFrom")} value={String(first)} options={options} onChange={(value) => choose(Number(value), last)} />
+          <Select label={t("map.layersTo")} value={String(last)} options={options} onChange={(value) => choose(first, Number(value))} />
+        </>
+      )}
+      <FoldedNote />
+      {measures.value && (
+        <>
+          <span class="grow" />
+          <TableButton />
+        </>
+      )}
+    </div>
+  );
+}
+
+/** How many layers are folded, and the way back. */
+function FoldedNote(): JSX.Element | null {
+  const folded = sites.value.filter((_, number) => !isShownLayer(number)).length;
+  if (!folded) return null;
+  return (
+    <button class="btn quiet" type="button" data-testid="folded" onClick={() => ([topCount.value, layerRange.value] = [0, []])}>
+      {t("map.collapsed", { count: folded })}
+    </button>
+  );
 }

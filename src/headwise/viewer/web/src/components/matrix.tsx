@@ -3,7 +3,7 @@
 import { useSignal, type ReadonlySignal, type Signal } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
-import { drawBars, poolValues } from "../canvas/bars";
+import { drawBars, poolValues } from "../canvas/heatmap";
 import { themeVersion } from "../canvas/colors";
 import { format, t } from "../i18n";
 import type { Site } from "../source";

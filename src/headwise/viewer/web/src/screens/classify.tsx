@@ -2,12 +2,11 @@
 
 import { computed, useSignal } from "@preact/signals";
 import type { JSX } from "preact";
-import { Meter, Panel, type Column } from "../components/basics";
+import { type Column, downloadText, Meter, Panel } from "../components/basics";
 import { Badge, classLetter, className, LETTERS, type Letter } from "../components/class_badge";
 import { ClassEvidence, SyntaxPanel } from "../components/class_evidence";
 import { DataTable } from "../components/data_table";
 import { MeasurePrompt } from "../components/shell";
-import { downloadText } from "../download";
 import { classWord, format, say, t } from "../i18n";
 import { firstHeads, headIndex, headName, measuredClasses, measureOf, measures, ownClass, ownClasses, selectHead, setOwnClass, sites, type HeadClass } from "../state";
 import { between, toFlag, toList, urlSignal } from "../url_state";

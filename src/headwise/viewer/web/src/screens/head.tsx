@@ -2,17 +2,15 @@
 
 import { useSignal, useSignalEffect, type ReadonlySignal, type Signal } from "@preact/signals";
 import type { JSX } from "preact";
-import { ChannelProducts } from "../components/channel_products";
+import { ChannelProducts, WrittenTokens } from "../components/channel_products";
 import { ErrorNote, Panel, Ramp, Segmented, Select, TableButton } from "../components/basics";
 import { MAX_CELLS, useHeadData, type HeadData, type Pointed } from "../components/head_data";
-import { Minimap, OffsetProfile, RowPanel } from "../components/head_panels";
-import { MarginalTables } from "../components/head_tables";
+import { MarginalTables, Minimap, OffsetProfile, RowPanel } from "../components/head_panels";
 import { isSameView, Matrix } from "../components/matrix";
 import { PatchPanel } from "../components/patch_panel";
 import { QueryKeyPoints } from "../components/query_key_points";
 import { StrongestPairs, TokenLines } from "../components/token_lines";
 import { streamWords, visibleToken } from "../components/tokens";
-import { WrittenTokens } from "../components/written_tokens";
 import { format, t, type TextKey } from "../i18n";
 import type { Site } from "../source";
 import { headForm, headName, leastShare, LENSES, lens, lockedCell, matrixView, rowMarginal, scale, SCALES, selectedHead, selectedSite, showsTable, site, type Lens } from "../state";

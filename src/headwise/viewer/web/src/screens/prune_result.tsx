@@ -2,9 +2,8 @@
 
 import type { JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
-import { CopyCode } from "../components/copy_code";
+import { type Column, CopyCode } from "../components/basics";
 import { DataTable } from "../components/data_table";
-import type { Column } from "../components/basics";
 import { format, isTextKey, say, t } from "../i18n";
 import { headName, sites } from "../state";
 import { formatCount } from "./cost";

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from headwise.data import tokenizer_process
-from headwise.data.tokenizer_process import EncodedText, TokenizerProcess, is_bounded_decoder
+from headwise.data import tokenizer_calls
+from headwise.data.tokenizer_calls import EncodedText, TokenizerProcess, is_bounded_decoder
 from headwise.errors import SpecError, UnknownToken
 from headwise.generation.text_output import ModelTokenizer
 
@@ -98,7 +98,7 @@ def test_a_text_longer_than_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatc
     grown = {"type": "Sequence", "decoders": GROWING[:5]}
     process = TokenizerProcess(make_document(decoder=grown))
     assert process.decode([2]) == "x" * 100_000
-    monkeypatch.setattr(tokenizer_process, "MAX_ANSWER_BYTES", 50_000)
+    monkeypatch.setattr(tokenizer_calls, "MAX_ANSWER_BYTES", 50_000)
     with pytest.raises(SpecError, match="cannot decode these ids: its answer exceeds 50,000 bytes"):
         process.decode([2])
     assert process.decode([0]) == "a"

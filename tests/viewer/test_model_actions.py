@@ -8,7 +8,7 @@ import pytest
 
 import headwise as hw
 from headwise.viewer import bundled_sample
-from headwise.viewer.cost_actions import compute_cost
+from headwise.viewer.model_actions import compute_cost
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 
