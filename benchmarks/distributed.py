@@ -27,7 +27,8 @@ from headwise.distributed.communication_volume import BatchShape, CommunicationM
 from headwise.distributed.ranks import ProcessMesh
 from headwise.distributed.sharded_model import shard_model, wrap_single_process
 from headwise.training import Recipe
-from headwise.training.train_step import AdamWOptimiser, StepOptions, TrainStep, group_parameters
+from headwise.training.optimisers import AdamWOptimiser, group_parameters
+from headwise.training.train_step import StepOptions, TrainStep
 
 MODES = ("data=2", "shards=2", "tensor=2", "context=2")
 # A model of 0.8 million parameters, and one of 10.8 million; rows of a batch, steps in a row, how often.
