@@ -101,7 +101,7 @@ BAD = [
     ({"prompt": "cab", "temperature": -1}, "temperature must be a finite number >= 0, got -1"),
     ({"prompt": "cab", "top_p": 0.5}, "top_p=0.5 has no effect"),
     ({"prompt": "cab", "stop": 0.5}, "is not a decoding configuration"),
-    ({"prompt": "cab", "seed": "x"}, "cannot seed 1 rows with seed='x'"),
+    ({"prompt": "cab", "seed": "x"}, "cannot seed 1 row with seed='x'"),
     ({"prompt": "xyz"}, "cannot tokenize 'x' at character 0"),
     (b'{"prompt": "\xff"}', "the line is not JSON: "),
     (b'{"prompt": "' + b"a" * 2**20 + b'"}', "the line is longer than 1,048,576 bytes"),
