@@ -32,7 +32,18 @@ RESULTS = {
 # Arguments that make a command of a story short; the other arguments stay as they are.
 SHORT = {
     "train": ["--steps", "3", "--batch", "8", "--set", "recipe.evaluate_batches=1"],
-    "study": ["--set", "recipe.steps=2", "--set", "recipe.evaluate_batches=1", "--set", "seeds=[1,2]", "--jobs", "0"],
+    "study": [
+        "--set",
+        "recipe.steps=2",
+        "--set",
+        "recipe.evaluate_batches=1",
+        "--set",
+        "seeds=[1,2]",
+        "--set",
+        "head_texts=2",
+        "--jobs",
+        "0",
+    ],
 }
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from ..data import Batch
 from ..errors import SpecError
@@ -21,6 +19,11 @@ from .head_partition import partition_model
 from .parallel_attention import TensorContextParallel, check_context_parallel, set_parallel_context, shard_tokens
 from .parallelism import Parallelism, ProcessInfo
 from .ranks import GRADIENT_DIMS, BatchShard, ProcessMesh
+
+if (
+    TYPE_CHECKING
+):  # importing FSDP2 and its tensors takes half a second, and every command that trains needs this module
+    from torch.distributed.tensor import DTensor
 
 
 class BatchForward(nn.Module):
@@ -275,6 +278,8 @@ def apply_fsdp(net: Transformer, process_mesh: ProcessMesh) -> ShardedModel:
 
     Tied tensors stay whole because they are read outside the layer that owns them; scalars stay whole as well.
     """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
     copies = [dim for dim in ("data", "context") if getattr(process_mesh.parallelism, dim) > 1]  # at most one of them
     mesh = process_mesh.device_mesh[*copies, "shards"] if copies else process_mesh.device_mesh["shards"]
     trainable = {name: p for name, p in net.named_parameters() if p.requires_grad}
@@ -294,7 +299,7 @@ def apply_fsdp(net: Transformer, process_mesh: ProcessMesh) -> ShardedModel:
     shardings = {
         name: FSDPSharding(length, rank, process_mesh.parallelism.shards, group) for name, length in lengths.items()
     }
-    slices = {name: cast(DTensor, p) for name, p in net.named_parameters() if name in shardings}
+    slices = {name: cast("DTensor", p) for name, p in net.named_parameters() if name in shardings}
     own = {name: unsharded[name] if name in unsharded else _local_parameter(slices[name]) for name in trainable}
     summed = GradientBuckets(
         [p for name, p in unsharded.items() if name in trainable], get_gradient_group(process_mesh)
@@ -312,11 +317,11 @@ def apply_fsdp(net: Transformer, process_mesh: ProcessMesh) -> ShardedModel:
 
 def _local_parameter(param: DTensor) -> nn.Parameter:
     """Return this rank's slice as a plain parameter that shares the memory of the DTensor."""
-    return nn.Parameter(cast(DTensor, param.detach()).to_local())
+    return nn.Parameter(cast("DTensor", param.detach()).to_local())
 
 
 def _collect_gradients(own: Mapping[str, nn.Parameter], slices: Mapping[str, DTensor]) -> None:
     """Move the gradients of slices from FSDP2's parameters to those of the optimiser."""
     for name, param in slices.items():
-        own[name].grad = None if param.grad is None else cast(DTensor, param.grad).to_local()
+        own[name].grad = None if param.grad is None else cast("DTensor", param.grad).to_local()
         param.grad = None
