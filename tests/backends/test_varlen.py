@@ -13,7 +13,6 @@ from headwise.backends.dispatch import MAX_DENSE_LENGTH
 from headwise.backends.varlen import MAX_WASTED_PAIRS_RATIO, group_by_length, group_plan, kernel_table
 from headwise.masking.patterns import Full
 from headwise.masking.sequence_info import AttentionMask, SequenceInfo
-from headwise.nn import reference
 from support import layer_cases as cases, takeover
 from support.layer_cases import EXAMPLES, check_close
 from support.layer_checks import layer_gradients
@@ -41,7 +40,8 @@ def test_packed_texts_equal_texts_alone(name, many_groups):
     layer = cases.layer(spec)
     sequence = SequenceInfo.packed(ROWS)
     x = torch.randn(3, sequence.count, spec.model, dtype=torch.float64, requires_grad=True)
-    expected = reference.reference_attention(layer, x, tokens=masked(sequence))
+    layer.backend_name = "dense"  # tests/contract/test_truth.py compares it with the reference
+    expected = layer(x, sequence=masked(sequence))
     expected_gradients = layer_gradients(layer, expected, x)
     for backend in (*cases.supporting_backends(spec, needs_grad=True), None):
         layer.backend_name = backend
@@ -61,7 +61,8 @@ def test_a_text_reads_its_own_source(name, many_groups):
     at, sequence = SequenceInfo.packed(ROWS), SequenceInfo.packed(SOURCES)
     x = torch.randn(3, at.count, spec.model, dtype=torch.float64, requires_grad=True)
     z = torch.randn(3, sequence.count, spec.source, dtype=torch.float64)
-    expected = reference.reference_attention(layer, x, source=z, tokens=masked(at), source_tokens=masked(sequence))
+    layer.backend_name = "dense"
+    expected = layer(x, sequence=masked(at), source=layer.project_source(z, sequence=masked(sequence)))
     expected_gradients = layer_gradients(layer, expected, x)
     for backend in (*cases.supporting_backends(spec, needs_grad=True), None):
         layer.backend_name = backend

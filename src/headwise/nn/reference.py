@@ -122,6 +122,12 @@ class _SingleQueryAttention:
             name: (m.query_factors(context.x_BTD, p[name]), m.key_factors(z_BSE, p[name]))
             for name, m in spec.parts_of(Mix)
         }
+        self.score_steps = [(name, step) for name, step in spec.parts_of(Modifier) if step.phase is Phase.SCORES]
+        self.weight_mixes = [(name, mix) for name, mix in spec.parts_of(Mix) if mix.phase is Phase.WEIGHTS]
+        self.value_steps = spec.parts_of(ValueStep)
+        self.key_heads = list(spec.project.core(spec).key_head_of_query)
+        self.value_heads = list(self.core.value_head_of_row)
+        self.score_heads = list(spec.score_head_of_row)
 
     def attend(
         self, b: int, t: int, keys: Sequence[int], k: Tensor, v: Tensor, rows: tuple[_SequenceRow, _SequenceRow]
@@ -131,19 +137,18 @@ class _SingleQueryAttention:
             return v.new_zeros(len(self.core.value_head_of_row), v.shape[-1])
         pairs = [(s, QueryKeyPair(rows[0].position[t], rows[1].position[s])) for s in keys]
         s_NH = torch.stack([self._score(b, t, s, pair, k) for s, pair in pairs])
-        w_NH = torch.stack([self._normalised(s_NH[:, h], h, pairs) for h in range(s_NH.shape[1])], 1)
-        steps = self._steps(Phase.WEIGHTS)
-        mixes = [(name, step) for name, step in steps if isinstance(step, Mix)]
-        for name, mix in mixes:
+        i, j_N = int(rows[0].position[t]), [int(rows[1].position[s]) for s in keys]
+        w_NH = torch.stack([self._normalised(s_NH[:, h], h, i, j_N) for h in range(s_NH.shape[1])], 1)
+        for name, mix in self.weight_mixes:
             w_NH = torch.stack([self._mixed(name, mix, w_NH[n], b, t, s) for n, s in enumerate(keys)])
-        w_NR = w_NH if mixes else w_NH[:, list(self.spec.score_head_of_row)]
+        w_NR = w_NH if self.weight_mixes else w_NH[:, self.score_heads]
         weighted = [w_R[:, None] * self._value(s, pair, v) for w_R, (s, pair) in zip(w_NR, pairs, strict=True)]
         return torch.stack(weighted).sum(0)
 
-    def _normalised(self, s_N: Tensor, head: int, pairs: Sequence[tuple[int, QueryKeyPair]]) -> Tensor:
-        """Weights of one head over these keys, which are zero at keys that its own pattern does not allow."""
+    def _normalised(self, s_N: Tensor, head: int, i: int, j_N: Sequence[int]) -> Tensor:
+        """Weights of one head over keys at positions j, which are zero at keys that its own pattern does not allow."""
         pattern = head_pattern(self.spec.pattern, head)
-        own = [n for n, (_, pair) in enumerate(pairs) if pattern.allows(int(pair.i), int(pair.j))]
+        own = [n for n, j in enumerate(j_N) if pattern.allows(i, j)]
         if not own:
             return torch.zeros_like(s_N)
         row = self.spec.normaliser.normalise_row(s_N[own], self.p["normaliser"].head(head))
@@ -151,10 +156,10 @@ class _SingleQueryAttention:
 
     def _score(self, b: int, t: int, s: int, pair: QueryKeyPair, k: Tensor) -> Tensor:
         pair_of = self.spec.similarity.pair
-        keys = k[s, list(self.spec.project.core(self.spec).key_head_of_query)]
+        keys = k[s, self.key_heads]
         heads = enumerate(zip(self.context.q_BTHK[b, t], keys, strict=True))
         s_H = torch.stack([pair_of(q, k, self.context.scale, self.p["similarity"].head(h)) for h, (q, k) in heads])
-        for name, step in self._steps(Phase.SCORES):
+        for name, step in self.score_steps:
             if isinstance(step, Mix):
                 s_H = self._mixed(name, step, s_H, b, t, s)
             elif isinstance(step, ScoreStep):
@@ -170,10 +175,7 @@ class _SingleQueryAttention:
         return mix.mix_pair(a_H, of_query, of_key, self.p[name])
 
     def _value(self, s: int, pair: QueryKeyPair, v: Tensor) -> Tensor:
-        v_RV = v[s, list(self.core.value_head_of_row)]
-        for name, step in self.spec.parts_of(ValueStep):
+        v_RV = v[s, self.value_heads]
+        for name, step in self.value_steps:
             v_RV = v_RV + step.pair_value(int(pair.i), int(pair.j), self.p[name])
         return v_RV
-
-    def _steps(self, phase: Phase) -> list[tuple[str, Modifier]]:
-        return [(name, step) for name, step in self.spec.parts_of(Modifier) if step.phase is phase]
