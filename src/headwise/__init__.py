@@ -83,39 +83,32 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .nn.tensor_attention import attend
     from .part_checks import check_part
     from .parts import REGISTRY
-    from .parts.additive_attention import Additive
-    from .parts.alibi import Alibi
     from .parts.collaborative import Collaborative, convert_to_collaborative
-    from .parts.concat import Concat
     from .parts.continuous_bias import ContinuousBias
     from .parts.differential import Differential, DifferentialV2
     from .parts.dot_product import Dot
     from .parts.dynamic_composition import Dynamic
     from .parts.entmax import Entmax
-    from .parts.feature_map import FeatureMap
+    from .parts.feature_map import FeatureMap, Sum
     from .parts.gated_attention import HeadGate, OutputGate
-    from .parts.gaussian_kernel import Gaussian
     from .parts.hard_concrete_gate import Concrete
-    from .parts.head_norm import HeadNorm
     from .parts.knocking_heads import Knocking
     from .parts.latent_attention import Latent, convert_to_latent
-    from .parts.linear_projection import Direct
+    from .parts.linear_projection import Direct, Values
     from .parts.mean_attention import Average
+    from .parts.merges import Concat, SumHeads
     from .parts.mixture_of_heads import Routed, convert_to_mixture_of_heads
     from .parts.overlapping_heads import Overlapping
-    from .parts.qk_norm import QKNorm
+    from .parts.pairwise_similarity import Additive, Gaussian
+    from .parts.relative_position_bias import Alibi, T5Bias
+    from .parts.rms_norms import HeadNorm, QKNorm
     from .parts.rotary_embedding import NTK, PI, Llama3, Plain, Rotary, YaRN
     from .parts.shaw_relative_position import Shaw, ShawValues
     from .parts.sigmoid import Sigmoid
-    from .parts.sink_softmax import SinkSoftmax
     from .parts.softcap import Softcap
-    from .parts.softmax import Softmax
-    from .parts.sum_heads import SumHeads
-    from .parts.sum_normaliser import Sum
+    from .parts.softmax import SinkSoftmax, Softmax
     from .parts.synthesizer import Learned
-    from .parts.t5_bias import T5Bias
     from .parts.talking_heads import TalkingHeads
-    from .parts.value_projection import Values
     from .parts.weight_dropout import WeightDropout
     from .presets import PRESETS, design, from_json, from_toml
     from .serving import BatchingConfig, Engine

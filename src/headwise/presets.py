@@ -12,26 +12,24 @@ from .interfaces import Merge, Modifier, Part, Project
 from .interfaces.part import field_defaults
 from .masking.patterns import Full, PerHead, parse_pattern
 from .parts.collaborative import Collaborative
-from .parts.concat import Concat
 from .parts.continuous_bias import ContinuousBias
 from .parts.differential import Differential, DifferentialV2
 from .parts.dot_product import Dot
 from .parts.dynamic_composition import Dynamic
 from .parts.entmax import Entmax
-from .parts.feature_map import FeatureMap
+from .parts.feature_map import FeatureMap, Sum
 from .parts.hard_concrete_gate import Concrete
 from .parts.knocking_heads import Knocking
 from .parts.latent_attention import Latent
-from .parts.linear_projection import Direct
+from .parts.linear_projection import Direct, Values
 from .parts.mean_attention import Average
+from .parts.merges import Concat
 from .parts.mixture_of_heads import Routed
 from .parts.overlapping_heads import Overlapping
-from .parts.qk_norm import QKNorm
+from .parts.rms_norms import QKNorm
 from .parts.rotary_embedding import Rotary
 from .parts.softmax import Softmax
-from .parts.sum_normaliser import Sum
 from .parts.talking_heads import TalkingHeads
-from .parts.value_projection import Values
 from .parts.weight_dropout import WeightDropout
 from .size_limits import MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, check_size
 from .spec.attention_spec import AttentionSpec

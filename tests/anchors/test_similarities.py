@@ -11,7 +11,7 @@ from torch import nn
 
 import headwise as hw
 from headwise import costs
-from headwise.parts import additive_attention, gaussian_kernel
+from headwise.parts import pairwise_similarity
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
 
@@ -121,7 +121,7 @@ def test_blocks_of_additive_queries_are_one_pass(numbers, monkeypatch):
     layer = cases.layer(base(similarity=hw.Additive(), kv=2, pattern="causal"))
     x = torch.randn(2, 11, 10, dtype=torch.float64)
     expected = layer(x)
-    monkeypatch.setattr(additive_attention, "MAX_HIDDEN_NUMEL", numbers)
+    monkeypatch.setattr(pairwise_similarity, "MAX_PAIR_NUMEL", numbers)
     check_close(layer(x), expected)
 
 
@@ -230,7 +230,7 @@ def test_blocks_of_gaussian_queries_are_one_pass(numbers, monkeypatch):
     layer = cases.layer(base(similarity=hw.Gaussian(width=1.3), kv=2, pattern="causal"))
     x = torch.randn(2, 11, 10, dtype=torch.float64)
     expected = layer(x)
-    monkeypatch.setattr(gaussian_kernel, "MAX_DIFFERENCE_NUMEL", numbers)
+    monkeypatch.setattr(pairwise_similarity, "MAX_PAIR_NUMEL", numbers)
     check_close(layer(x), expected)
 
 

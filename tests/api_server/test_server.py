@@ -18,8 +18,7 @@ import uvicorn
 from starlette.testclient import TestClient
 
 import headwise as hw
-from headwise.api_server.chat_template import ChatTemplate, read_chat_template
-from headwise.api_server.request_fields import ChatMessage
+from headwise.api_server.request_fields import ChatMessage, ChatTemplate, read_chat_template
 from headwise.api_server.server import MAX_BODY_BYTES, ApiSecurity, ApiServer, ServedModel, ServeOptions, serve
 from headwise.cli.run import attach_tokenizer
 from headwise.models import Transformer

@@ -12,7 +12,7 @@ import headwise as hw
 from headwise import backends
 from headwise.backends import CallSignature, bf16_matmul, dense, varlen
 from headwise.backends.backend_report import why
-from headwise.nn import call_validation
+from headwise.nn import attention_call
 from support.layer_cases import base, check_close
 from support.saved_bytes import layer_saved_bytes
 
@@ -216,9 +216,9 @@ def test_numbers_of_16_bits_are_read_in_whole_products(ran):
 def test_autocast_leaves_double_precision_alone():
     layer, x = hw.Attention(hw.design(model=8, heads=2)).double(), torch.randn(1, 5, 8, dtype=torch.float64)
     with torch.autocast("cpu", BF16):
-        assert call_validation.compute_dtype(x) == torch.float64
+        assert attention_call.compute_dtype(x) == torch.float64
         assert layer(x).dtype == torch.float64
-    assert call_validation.compute_dtype(x.float()) == torch.float32
+    assert attention_call.compute_dtype(x.float()) == torch.float32
 
 
 def test_an_autocast_layer_is_as_good_as_plain():

@@ -10,7 +10,7 @@ import torch
 import headwise as hw
 from headwise import backends, costs
 from headwise.backends import CallSignature, HeadGroupDispatch
-from headwise.backends.head_groups import take_heads
+from headwise.backends.dispatch import take_heads
 from headwise.costs.flops import AttentionComponent, ExecutionTarget, ForwardCall
 from headwise.costs.kv_cache_memory import AttentionGroup
 from headwise.costs.pairs_per_head import patterns_of_kv_heads

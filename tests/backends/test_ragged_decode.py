@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 import headwise as hw
 from headwise import costs
 from headwise.backends import BACKENDS, CallSignature, ragged_decode
-from headwise.cache.head_group_cache import HeadGroupCache
+from headwise.cache.slot_caches import HeadGroupCache
 from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference
 from headwise.kernels.paged_decode import KV_BLOCK_SIZE, KV_SPLIT_SIZE
 from support import layer_cases as cases, takeover

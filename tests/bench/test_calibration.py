@@ -18,9 +18,16 @@ from headwise import cli
 from headwise.bench import calibration
 from headwise.bench.calibration import PointMeasurement, SizeTiming, calibrate, find_takeover, measurements, time_paths
 from headwise.machine import takeover_points
-from headwise.machine.calibration_file import calibration_path, read_calibration
 from headwise.machine.capabilities import this_machine
-from headwise.machine.takeover_points import NEVER, POINT_NAMES, UP_TO_POINTS, points_of_class, takeover_size
+from headwise.machine.takeover_points import (
+    NEVER,
+    POINT_NAMES,
+    UP_TO_POINTS,
+    calibration_path,
+    points_of_class,
+    read_calibration,
+    takeover_size,
+)
 
 
 @pytest.fixture

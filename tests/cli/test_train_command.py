@@ -24,9 +24,9 @@ from headwise.files import read_lines
 from headwise.model_spec import EmbeddingSpec, ModelSpec, PositionSpec
 from headwise.models import load
 from headwise.training import ConsoleLogger, run_setup
-from headwise.training.loss import check_model
 from headwise.training.recipe import from_dict
 from headwise.training.run_setup import fit_vocabulary, replace_self_attention
+from headwise.training.train_step import check_model
 
 SMALL = ["--steps", "2", "--batch", "4", "--precision", "fp32", "--compile", "off", "--device", "cpu"]
 SMALL += ["--set", "recipe.evaluate_batches=1"]

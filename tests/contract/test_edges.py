@@ -18,7 +18,7 @@ from headwise.backends import (
     linear_attention,
     query_blocks,
 )
-from headwise.nn.call_validation import PositionLimit
+from headwise.nn.attention_call import PositionLimit
 from support import layer_cases as cases
 from support.layer_cases import EXAMPLES, check_close
 from support.layer_checks import decode_in_chunks, layer_gradients, saved_bytes, torch_flops

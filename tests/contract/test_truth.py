@@ -10,7 +10,7 @@ import torch
 import headwise as hw
 from headwise.interfaces import ScoreStep
 from headwise.nn import reference
-from headwise.nn.call_validation import PositionLimit
+from headwise.nn.attention_call import PositionLimit
 from headwise.part_checks import contract
 from support import layer_cases as cases
 from support.layer_cases import EVERY, EXAMPLES, check_close

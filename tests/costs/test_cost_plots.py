@@ -15,7 +15,6 @@ from hypothesis import given, strategies as st
 import headwise as hw
 from headwise import cli
 from headwise.costs import cost_plots
-from headwise.costs.cost_csv import to_csv
 from headwise.costs.cost_plots import (
     ChartLine,
     LineChart,
@@ -24,6 +23,7 @@ from headwise.costs.cost_plots import (
     make_charts,
     shorten_label,
     spread_labels,
+    to_csv,
 )
 from headwise.costs.cost_report import estimate_cost
 

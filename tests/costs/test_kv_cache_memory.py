@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import headwise as hw
-from headwise.cache.head_group_cache import split_by_retention
+from headwise.cache.slot_caches import split_by_retention
 from headwise.costs.kv_cache_memory import (
     CacheAllocator,
     RequestBatch,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.hub import transformers_backend
-from headwise.hub.falcon_backend import register_falcon
+from headwise.hub.transformers_backend import register_falcon
 from support.transformers_models import FALCON, TransformersModel, run_model, transformers
 
 KINDS: dict[str, dict[str, Any]] = {

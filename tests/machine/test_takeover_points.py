@@ -15,14 +15,7 @@ import torch
 import headwise as hw
 from headwise.backends import BACKENDS, CallSignature, make_dispatch
 from headwise.kernels import small_batch_ops
-from headwise.machine import calibration_file, takeover_points
-from headwise.machine.calibration_file import (
-    Calibration,
-    calibration_path,
-    installed_versions,
-    read_calibration,
-    user_cache_folder,
-)
+from headwise.machine import takeover_points
 from headwise.machine.capabilities import MACHINE_CLASSES, MachineCapabilities, this_machine
 from headwise.machine.takeover_points import (
     FROM_POINTS,
@@ -30,11 +23,16 @@ from headwise.machine.takeover_points import (
     POINT_NAMES,
     UNMEASURED,
     UP_TO_POINTS,
+    Calibration,
     assume_points,
+    calibration_path,
     current_points,
+    installed_versions,
     points_of_class,
+    read_calibration,
     read_table,
     takeover_size,
+    user_cache_folder,
 )
 from headwise.ops.linear import linear, uses_gemv_kernel
 from support.layer_cases import check_close
@@ -249,7 +247,7 @@ def calibrated(threads: int = 1, **changed: object) -> Calibration:
 def store(calibration: Calibration, threads: int = 1) -> Path:
     path = calibration_path(threads)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(calibration_file.write_text_of(calibration))
+    path.write_text(takeover_points.write_text_of(calibration))
     return path
 
 

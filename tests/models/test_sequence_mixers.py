@@ -20,7 +20,7 @@ from headwise.data import Batch, make_task
 from headwise.data.synthetic_task import ModelShape, make_small_decoder, make_small_translator
 from headwise.distributed.parallel_attention import check_context_parallel
 from headwise.head_analysis.head_importance import IMPORTANCE_METHODS
-from headwise.models.sequence_mixers import CausalConvolution, GatedRecurrence
+from headwise.models.block import CausalConvolution, GatedRecurrence
 from headwise.studies.variant_models import resize_model
 from headwise.training.training_run import count_step_flops
 from support.saved_bytes import BATCH, SOURCE, TOKENS, backend_profile, model_saved_bytes

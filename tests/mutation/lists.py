@@ -57,7 +57,7 @@ def tests_of_module() -> dict[str, tuple[str, ...]]:
 
 
 def dotted(module: str) -> str:
-    """The name by which a module is imported: headwise.parts.alibi for parts/alibi.py."""
+    """The name by which a module is imported: headwise.parts.softmax for parts/softmax.py."""
     return f"{PACKAGE}/{module}".removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 

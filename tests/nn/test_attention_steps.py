@@ -8,7 +8,7 @@ import pytest
 
 import headwise as hw
 from headwise import cli
-from headwise.nn.attention_steps import AttentionSteps
+from headwise.nn.op_trace import AttentionSteps
 from support import layer_cases as cases
 
 # Number, tensor and shape of every step: width 512, 8 heads, 5 rows of 10 tokens.

@@ -15,7 +15,7 @@ from torch import Tensor
 import headwise as hw
 from headwise import costs
 from headwise.interfaces import QKTransform
-from headwise.nn.merged_attention import averaging_spec
+from headwise.nn.composite_attention import averaging_spec
 from support.layer_cases import BATCH, SOURCE, TOKENS, base
 
 SEPARATE_GROUPS = hw.Heads(q=6, kv=2, dim=4, vdim=5, value_heads=(0, 1, 0, 1, 2, 2))

@@ -14,8 +14,7 @@ from headwise.interfaces import Part, ScoreStep
 from headwise.interfaces.axis_layout import AxisLayout
 from headwise.interfaces.core_types import Param
 from headwise.interfaces.part import part
-from headwise.part_checks.contract import CHECKS
-from headwise.part_checks.part_report import CheckResult, measure_error
+from headwise.part_checks.contract import CHECKS, CheckResult, measure_error
 from headwise.parts.initialisers import zeros_init
 from support.own_parts import forget_parts
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import headwise as hw
 from headwise import families, model_spec
 from headwise.api_server import request_fields
-from headwise.api_server.chat_template import ChatTemplate
+from headwise.api_server.request_fields import ChatTemplate
 from headwise.cli.run import requests
 from headwise.data import images, open_data, tokenizer_calls
 from headwise.generation.text_output import ModelTokenizer

@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 
 import headwise as hw
 from headwise import cli
-from headwise.api_server.chat_template import ChatTemplate
+from headwise.api_server.request_fields import ChatTemplate
 from headwise.api_server.server import ApiSecurity, ApiServer, ServedModel
 from headwise.cli.command_parser import CommandParser
 from headwise.hub.tokenizer_files import attach_tokenizer

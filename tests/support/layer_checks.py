@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from headwise.part_checks.contract import Comparison
+from headwise.part_checks.contract import CheckResult, Comparison
 from headwise.part_checks.layer_cases import count_torch_flops as torch_flops, decode_in_chunks, layer_gradients
-from headwise.part_checks.part_report import CheckResult
 
 __all__ = ["check_comparisons", "decode_in_chunks", "layer_gradients", "saved_bytes", "torch_flops"]
 

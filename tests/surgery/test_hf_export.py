@@ -27,7 +27,7 @@ from headwise.model_spec.serialization import RECORD_FILE
 from headwise.models import Transformer, build
 from headwise.nn import head_axis_ops
 from headwise.output_paths import check_output
-from headwise.parts.alibi import Alibi
+from headwise.parts.relative_position_bias import Alibi
 from headwise.surgery.attention_replacement import (
     AttentionChange,
     get_attention_parameters,

@@ -19,11 +19,11 @@ from headwise.errors import SpecError
 from headwise.files import read_lines
 from headwise.models import load
 from headwise.training import ConsoleLogger, Recipe, loop, train, training_run
-from headwise.training.batch_prefetch import BatchPrefetcher
 from headwise.training.evaluation import TaskEvaluator
 from headwise.training.learning_curves import THEMES, LearningCurves, save_curves
 from headwise.training.recipe import SCHEDULES, ScheduleStep
-from headwise.training.run_history import read_run_recipe
+from headwise.training.run_setup import read_run_recipe
+from headwise.training.train_step import BatchPrefetcher
 from support.small_training import Echo, short_recipe
 
 CONSTANT = {"schedule": "constant", "warmup": 0.0, "dropout": 0.1}

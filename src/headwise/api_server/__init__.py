@@ -2,9 +2,8 @@
 
 In reading order:
 
-- `request_fields`: what a request asks for, read from its JSON and checked.
-- `chat_template`: the prompt of a conversation, by the template of the model folder.
-- `answers`: the JSON of completions, their chunks and errors.
-- `generation_jobs`: the outputs of one request on the engine.
+- `request_fields`: what a request asks for, read from its JSON and checked; the prompt of a conversation,
+  by the chat template of the model folder.
+- `completions`: the outputs of one request on the engine, and the JSON of completions, their chunks and errors.
 - `server`: the routes, and `serve`.
 """

@@ -20,10 +20,8 @@ from ..serving import Engine
 from ..size_limits import parse_json
 from ..viewer.http_security import ASGIApp, Message, Receive, Send, allowed_hosts, is_loopback
 from ..viewer.server import open_socket
-from .answers import AnswerFormat, TextDelta, event, make_error, make_usage
-from .chat_template import ChatTemplate
-from .generation_jobs import GenerationJob, Prompt
-from .request_fields import FieldError, GenerationFields, read_chat_fields, read_completion_fields
+from .completions import AnswerFormat, GenerationJob, Prompt, TextDelta, event, make_error, make_usage
+from .request_fields import ChatTemplate, FieldError, GenerationFields, read_chat_fields, read_completion_fields
 
 MAX_BODY_BYTES = 8 * 2**20
 MAX_OUTPUTS = 64  # that wait or run at once; each one has a thread that waits for its tokens
@@ -116,9 +114,7 @@ class ApiServer:
         return [self.model.template.render(messages)], fields
 
     async def _answer(
-        self,
-        request: Request,
-        read: Callable[[Mapping[str, Any]], tuple[Sequence[Prompt], GenerationFields]],
+        self, request: Request, read: Callable[[Mapping[str, Any]], tuple[Sequence[Prompt], GenerationFields]]
     ) -> Response:
         try:
             body = _read_json(await request.body())

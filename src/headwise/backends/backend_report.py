@@ -25,11 +25,11 @@ from .core_interface import CallSignature, CoreInputs
 from .dispatch import (
     MAX_DENSE_LENGTH,
     CoreDispatch,
+    HeadGroupDispatch,
     PackedDispatch,
     never_preferred_reasons,
     slower_reasons_by_backend,
 )
-from .head_groups import HeadGroupDispatch
 
 DTYPES = {
     "float32": torch.float32,
@@ -219,10 +219,8 @@ def explain_call(
 ) -> BackendReport:
     """The report of a call whose tensors are known; `Attention.why` collects them."""
     queries = inputs.q.shape[1]
-    size, kind = (
-        CallSize(inputs.q.shape[0], queries, queries, attention_mask.keys.count),
-        "one" if queries == 1 else "many",
-    )
+    size = CallSize(inputs.q.shape[0], queries, queries, attention_mask.keys.count)
+    kind = "one" if queries == 1 else "many"
     report = _signature_report(call, kind, size)
     if isinstance(dispatch, CoreDispatch):
         report = replace(report, reasons_against=dispatch.reasons_against(attention_mask, inputs))

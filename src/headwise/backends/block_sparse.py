@@ -14,7 +14,7 @@ from ..interfaces.core_types import CallSize, Probe
 from ..kernels.autograd_guards import is_under_functorch
 from ..masking.patterns import Causal, Full, parse_pattern
 from ..masking.sequence_info import AttentionMask
-from ..parts.sink_softmax import SinkSoftmax
+from ..parts.softmax import SinkSoftmax
 from . import query_blocks, sdpa
 from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads, no_tensor_conflicts
 from .query_blocks import (

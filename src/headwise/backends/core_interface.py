@@ -164,6 +164,11 @@ def never_slower(call: CallSignature, size: CallSize, mask_shape: str) -> list[s
     return []
 
 
+def flops_of_all_pairs(call: CallSignature, size: CallSize) -> int:
+    """`executed_flops` of backends that compute every (query, key) pair, including those that the mask hides."""
+    return call.core.flops(size.batch * size.queries * size.keys)
+
+
 # --- The parts that run inside the core, each with its weights, in the order in which they act ---------
 
 GatherFunction = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], PartParams], Tensor]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..interfaces.core_types import CallSize, Probe
+from ..interfaces.core_types import Probe
 from ..kernels.autograd_guards import is_under_functorch
 from ..masking.sequence_info import AttentionMask
 from .core_interface import (
@@ -16,6 +16,7 @@ from .core_interface import (
     CoreInputs,
     CoreSteps,
     expand_kv_heads,
+    flops_of_all_pairs,
     heads_to_rows,
     never_slower,
     no_tensor_conflicts,
@@ -30,11 +31,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 
 tensor_conflicts = no_tensor_conflicts
 slower_reasons = never_slower
-
-
-def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """FLOPs of all (query, key) pairs, including those that the mask hides."""
-    return call.core.flops(size.batch * size.queries * size.keys)
+executed_flops = flops_of_all_pairs
 
 
 def attend_all_pairs(

@@ -8,11 +8,16 @@ runs. A backend that the caller names runs at any size, or the call is refused. 
 
 Packed rows with known lengths are cut into their sequences here: short plain ones run in one kernel
 (`varlen.attend_by_kernel`), the others in groups of similar length, for each of which a backend is selected.
+
+Of layers whose heads have different patterns, each group of heads with one pattern runs as a call of its own, for which
+`plan_dispatch` chooses a backend. One call computes all heads, with a mask for each, if heads are mixed, if a probe
+reads scores or weights, or if the caller names a backend that supports such masks.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -20,11 +25,11 @@ import torch
 from torch import Tensor
 
 from ..errors import NoBackend, suggest
-from ..interfaces.core_types import CallSize, Probe
+from ..interfaces.core_types import CallSize, CoreShape, Probe
 from ..kernels.varlen_attention import VARLEN_KERNELS
 from ..machine.takeover_points import UP_TO_POINTS, takeover_size
-from ..masking.patterns import PerHead
-from ..masking.sequence_info import AttentionMask, mask_shape
+from ..masking.patterns import Causal, Full, Pattern, PerHead
+from ..masking.sequence_info import AttentionMask, SequenceInfo, mask_shape
 from . import (
     bf16_matmul,
     block_sparse,
@@ -40,8 +45,8 @@ from . import (
     sdpa,
     varlen,
 )
-from .core_interface import CallSignature, CoreInputs, CoreSteps
-from .query_blocks import QUERY_BLOCK_SIZE
+from .core_interface import CallSignature, CoreInputs, CoreSteps, HeadGroup, HeadsKV, list_head_groups
+from .query_blocks import QUERY_BLOCK_SIZE, slice_rows, slice_sequence
 
 # In order of preference; see `preference_order` for the two that some calls try last.
 BACKENDS: dict[str, ModuleType] = {
@@ -320,3 +325,153 @@ def _refusal(reasons_by_backend: dict[str, list[str]], is_named: bool) -> str:
         if is_named
         else f"no backend supports this call: {listed}"
     )
+
+
+PROBED_BY_ALL_HEADS = frozenset({"scores", "weights", "lse"})
+
+
+def split_by_pattern(call: CallSignature, backend_name: str | None = None) -> tuple[CallSignature, ...]:
+    """The calls that a call runs as: one for each pattern of its heads, or the call itself."""
+    if call.probed_tensors & PROBED_BY_ALL_HEADS or backend_name in MASK_PER_HEAD_BACKENDS:
+        return (call,)
+    groups = list_head_groups(call.spec) if call.head_group is None else ()
+    return tuple(_call_of_group(call, group) for group in groups) or (call,)
+
+
+def _call_of_group(call: CallSignature, group: HeadGroup) -> CallSignature:
+    heads, core = GroupHeads.of(call, group), call.core
+    own_core = CoreShape(
+        tuple(heads.keys.index(core.key_head_of_query[n]) for n in heads.queries),
+        tuple(heads.values.index(core.value_head_of_row[n]) for n in heads.rows),
+        core.dim,
+        core.vdim,
+        core.scale,
+        core.score_dim,
+    )
+    # Heads are taken from keys and values that the cache gathered and dequantised.
+    return replace(call, core=own_core, head_group=group, has_paged_cache=False, cache_format=None)
+
+
+def plan_dispatch(
+    call: CallSignature, backend_name: str | None = None
+) -> CoreDispatch | PackedDispatch | HeadGroupDispatch:
+    """How a call runs: on one backend, or on one for each pattern of its heads."""
+    calls = split_by_pattern(call, backend_name)
+    dispatches = [_dispatch_of(own_call, backend_name) for own_call in calls]
+    if len(dispatches) == 1 and calls[0].head_group is None:
+        return dispatches[0]
+    heads = [GroupHeads.of(call, own_call.head_group) for own_call in calls if own_call.head_group is not None]
+    rows = [row for own in heads for row in own.rows]
+    order = tuple(rows.index(row) for row in range(len(rows)))
+    return HeadGroupDispatch(tuple(zip(heads, dispatches, strict=True)), order)
+
+
+def _dispatch_of(call: CallSignature, backend_name: str | None) -> CoreDispatch | PackedDispatch:
+    dispatch = make_dispatch(call, backend_name)
+    return PackedDispatch(dispatch) if call.is_packed else dispatch
+
+
+@dataclass(frozen=True)
+class GroupHeads:
+    """The pattern of a group, and the places of its heads among those of the call: queries, keys, values and rows."""
+
+    pattern: Pattern
+    score_heads: tuple[int, ...]
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @staticmethod
+    def of(call: CallSignature, group: HeadGroup) -> GroupHeads:
+        """The places of a group's heads in the call of all heads."""
+        spec, core = call.spec, call.core
+        queries = tuple(spec.core_score_heads.index(head) for head in group.score_heads)
+        rows = tuple(row for row, head in enumerate(spec.score_head_of_row) if head in group.score_heads)
+        keys = sorted({core.key_head_of_query[n] for n in queries})
+        values = sorted({core.value_head_of_row[n] for n in rows})
+        return GroupHeads(group.pattern, group.score_heads, queries, tuple(keys), tuple(values), rows)
+
+    def select(self, attention_mask: AttentionMask, inputs: CoreInputs) -> tuple[AttentionMask, CoreInputs]:
+        """The mask and the inputs of the group.
+
+        A single query at a known position gets only the keys that it may attend to, so that heads with a window do not
+        read the whole cache.
+        """
+        context, kv = inputs.query_context, self._read_kv(attention_mask.keys, inputs)
+        own_inputs = inputs._replace(
+            q=take_heads(inputs.q, self.queries),
+            k=kv.k,
+            v=kv.v,
+            query_context=context._replace(q_BTHK=take_heads(context.q_BTHK, self.queries)),
+            gates=(),
+            kv_by_heads=(),
+        )
+        queries, keys, mask = attention_mask.queries, kv.sequence, attention_mask.mask
+        if mask is not None:
+            own_mask = mask if mask.shape[1] == 1 else mask[:, list(self.queries)]
+            return AttentionMask(queries, keys, self.pattern, own_mask), own_inputs
+        if keys.num_visible is not None and keys.start is not None and queries.start is not None:
+            visible = self.pattern.visible_keys(_positions(queries), _positions(keys))
+            ranges = [range(part.start - keys.start, part.stop - keys.start) for part in visible]
+            own_inputs = own_inputs._replace(k=slice_rows(own_inputs.k, ranges), v=slice_rows(own_inputs.v, ranges))
+            own_keys = slice_sequence(keys, ranges)
+            own_keys = SequenceInfo(
+                own_keys.position, torch.zeros_like(own_keys.segment), checked=True, num_visible=own_keys.count
+            )
+            return AttentionMask(queries, own_keys, self.pattern), own_inputs
+        own_keys = keys if kv.pattern == self.pattern else _keys_of_pattern(keys, self.pattern)
+        return AttentionMask(queries, own_keys, self.pattern), own_inputs
+
+    def _read_kv(self, keys: SequenceInfo, inputs: CoreInputs) -> HeadsKV:
+        """The keys and values of the group's heads: of the call, or of the heads that are cached together."""
+        for kv in inputs.kv_by_heads:
+            if self.keys[0] in kv.kv_heads:
+                places = [tuple(kv.kv_heads.index(head) for head in heads) for heads in (self.keys, self.values)]
+                return kv._replace(k=take_heads(kv.k, places[0]), v=take_heads(kv.v, places[1]))
+        return HeadsKV(self.keys, None, take_heads(inputs.k, self.keys), take_heads(inputs.v, self.values), keys)
+
+
+def _positions(sequence: SequenceInfo) -> range:
+    assert sequence.start is not None
+    return range(sequence.start, sequence.start + sequence.count)
+
+
+def _keys_of_pattern(keys: SequenceInfo, pattern: Pattern) -> SequenceInfo:
+    """The keys without the fields that a cache sets for the union of all patterns, if this pattern allows fewer."""
+    if (keys.num_visible is None and keys.visible_per_row is None) or pattern in (Causal(), Full()):
+        return keys
+    segment = keys.segment
+    if keys.num_visible is not None:  # rows are uniform, and the cache may not have written their segments
+        slot = torch.arange(keys.count, device=segment.device)
+        segment = ((slot < keys.num_visible).long() - 1).expand_as(segment)
+    return SequenceInfo(keys.position, segment, checked=True)
+
+
+def take_heads(x_BTHK: Tensor, heads: Sequence[int]) -> Tensor:
+    """These heads; a view if they are at equal distances."""
+    step = heads[1] - heads[0] if len(heads) > 1 else 1
+    if list(heads) == list(range(heads[0], heads[-1] + 1, step)):
+        return x_BTHK[:, :, heads[0] : heads[-1] + 1 : step]
+    return x_BTHK.index_select(2, torch.tensor(list(heads), device=x_BTHK.device))
+
+
+@dataclass(frozen=True)
+class HeadGroupDispatch:
+    """Runs every group of heads with one pattern on a backend of its own.
+
+    Row n of the weights of all heads is row ``order[n]`` of the groups one after the other.
+    """
+
+    groups: tuple[tuple[GroupHeads, CoreDispatch | PackedDispatch], ...]
+    order: tuple[int, ...]
+
+    def attend(
+        self, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
+    ) -> Tensor:
+        """Per-head outputs o_BTHV."""
+        outputs = [
+            dispatch.attend(*heads.select(attention_mask, inputs), own_steps, None)
+            for (heads, dispatch), own_steps in zip(self.groups, steps.of_groups, strict=True)
+        ]
+        return take_heads(torch.cat(outputs, 2), self.order)

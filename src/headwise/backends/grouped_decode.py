@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..interfaces.core_types import CallSize, Probe
+from ..interfaces.core_types import Probe
 from ..masking.sequence_info import AttentionMask
-from ..parts.sink_softmax import SinkSoftmax
-from .core_interface import CallSignature, CoreInputs, CoreSteps, never_slower, no_tensor_conflicts
+from ..parts.softmax import SinkSoftmax
+from .core_interface import CallSignature, CoreInputs, CoreSteps, flops_of_all_pairs, never_slower, no_tensor_conflicts
 from .sdpa import attend_with_lse, fused_call_conflicts, mask_or_bias
 
 
@@ -26,11 +26,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 
 tensor_conflicts = no_tensor_conflicts
 slower_reasons = never_slower
-
-
-def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """FLOPs of all (query, key) pairs, including those that the mask hides."""
-    return call.core.flops(size.batch * size.queries * size.keys)
+executed_flops = flops_of_all_pairs
 
 
 def attend(

@@ -49,11 +49,9 @@ tensor_conflicts = no_tensor_conflicts
 def executed_flops(call: CallSignature, size: CallSize) -> int:
     """FLOPs of the scores within each chunk, of updates of the state, and of each query's product with the state."""
     assert call.spec.recurrent_part is not None
-    rows, features, vdim = (
-        len(call.core.value_head_of_row),
-        call.spec.recurrent_part[1].num_state_features(call.core),
-        call.core.vdim,
-    )
+    rows = len(call.core.value_head_of_row)
+    features = call.spec.recurrent_part[1].num_state_features(call.core)
+    vdim = call.core.vdim
     queries, keys = size.queries, size.keys
     if call.has_recurrent_state:
         pairs, state_updates, state_reads = queries * queries, 0, queries

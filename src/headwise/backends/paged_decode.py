@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..interfaces.core_types import CallSize, Probe
+from ..interfaces.core_types import Probe
 from ..masking.sequence_info import AttentionMask, SequenceInfo
-from ..parts.sink_softmax import SinkSoftmax
+from ..parts.softmax import SinkSoftmax
 from . import ragged_decode
-from .core_interface import CallSignature, CoreInputs, CoreSteps, never_slower, no_tensor_conflicts
+from .core_interface import CallSignature, CoreInputs, CoreSteps, flops_of_all_pairs, never_slower, no_tensor_conflicts
 
 
 def unsupported_reasons(call: CallSignature) -> list[str]:
@@ -29,11 +29,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 
 tensor_conflicts = no_tensor_conflicts
 slower_reasons = never_slower
-
-
-def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """FLOPs of all keys that the cache retains, including keys that the mask hides."""
-    return call.core.flops(size.batch * size.queries * size.keys)
+executed_flops = flops_of_all_pairs
 
 
 def attend(

@@ -29,14 +29,7 @@ def find_dilation(pattern: Pattern) -> int:
     """The largest r known for which allows(i, j) implies that r divides i - j.
 
     >>> from headwise.masking.patterns import Dilated, Window
-    >>> [
-    ...     find_dilation(one)
-    ...     for one in (
-    ...         Window(9),
-    ...         Dilated(5, rate=6),
-    ...         Dilated(5, rate=6) | Dilated(3, rate=4),
-    ...     )
-    ... ]
+    >>> [find_dilation(one) for one in (Window(9), Dilated(5, rate=6), Dilated(5, rate=6) | Dilated(3, rate=4))]
     [1, 6, 2]
     """
     if isinstance(pattern, Dilated):

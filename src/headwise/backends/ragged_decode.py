@@ -15,19 +15,22 @@ from ..kernels.launch import kernel_problem
 from ..machine.takeover_points import takeover_size
 from ..masking.sequence_info import AttentionMask
 from ..parts.linear_projection import Direct
-from ..parts.sink_softmax import SinkSoftmax
 from ..parts.softcap import Softcap
+from ..parts.softmax import SinkSoftmax
 from ..spec.attention_spec import AttentionSpec
 from . import sdpa
-from .core_interface import CallSignature, CoreInputs, CoreSteps, no_tensor_conflicts, slower_at_every_size
+from .core_interface import (
+    CallSignature,
+    CoreInputs,
+    CoreSteps,
+    flops_of_all_pairs,
+    no_tensor_conflicts,
+    slower_at_every_size,
+)
 
 RAGGED_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 # The take-over points, in bytes of keys and values; torch's fused call is slow in bfloat16.
-POINT_BY_DTYPE = {
-    torch.bfloat16: "ragged_bfloat16",
-    torch.float32: "ragged_float32",
-    torch.float64: "ragged_float32",
-}
+POINT_BY_DTYPE = {torch.bfloat16: "ragged_bfloat16", torch.float32: "ragged_float32", torch.float64: "ragged_float32"}
 
 
 def unsupported_reasons(call: CallSignature) -> list[str]:
@@ -57,11 +60,7 @@ def leading_softcap(spec: AttentionSpec) -> Softcap | None:
 
 
 tensor_conflicts = no_tensor_conflicts
-
-
-def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """FLOPs of all cache slots, including slots that no query reads."""
-    return call.core.flops(size.batch * size.queries * size.keys)
+executed_flops = flops_of_all_pairs
 
 
 def reads_quantized_cache(call: CallSignature) -> bool:

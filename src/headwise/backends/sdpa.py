@@ -14,8 +14,7 @@ from ..interfaces.core_types import CallSize, Probe
 from ..masking.patterns import Causal, Full, PerHead
 from ..masking.sequence_info import AttentionMask
 from ..parts.dot_product import Dot
-from ..parts.sink_softmax import SinkSoftmax
-from ..parts.softmax import Softmax
+from ..parts.softmax import SinkSoftmax, Softmax
 from ..parts.weight_dropout import WeightDropout
 from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads, no_tensor_conflicts
 

@@ -113,11 +113,6 @@ def has_known_lengths(query_sequence: SequenceInfo, key_sequence: SequenceInfo |
     )
 
 
-def longest_sequence(tokens: SequenceInfo) -> int:
-    """Number of tokens of the longest sequence."""
-    return max((length for row in tokens.lengths or () for length in row), default=0)
-
-
 class VarlenTable(NamedTuple):
     """Arguments of the kernel: [sequences, 4] with first query, number of queries, first key and number of keys of each
     sequence, and the largest of these numbers of tokens."""
@@ -148,11 +143,9 @@ def group_inputs(plan: VarlenPlan, inputs: CoreInputs, steps: CoreSteps) -> Iter
     """The inputs of each group. Tensors beside q, k and v are only gathered if a part of the spec uses them."""
     q, k, v, query_context, key_entries, state, gates, _ = inputs
     needs_context = bool(steps.scores or steps.weights)
-    q_groups, k_groups, v_groups = (
-        plan.queries.gather_groups(q),
-        plan.keys.gather_groups(k),
-        plan.keys.gather_groups(v),
-    )
+    q_groups = plan.queries.gather_groups(q)
+    k_groups = plan.keys.gather_groups(k)
+    v_groups = plan.keys.gather_groups(v)
     shares_q = query_context.q_BTHK is q or not needs_context
     raw_q_groups = q_groups if shares_q else plan.queries.gather_groups(query_context.q_BTHK)
     x_groups = plan.queries.gather_groups(query_context.x_BTD) if needs_context else raw_q_groups

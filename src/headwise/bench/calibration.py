@@ -22,17 +22,20 @@ from ..files import write_atomically
 from ..kernels import small_batch_ops
 from ..kernels.compilation import compile_when_called
 from ..kernels.launch import has_kernels
-from ..machine.calibration_file import Calibration, calibration_path, installed_versions, write_text_of
 from ..machine.capabilities import this_machine
 from ..machine.takeover_points import (
     NEVER,
     POINT_NAMES,
     UP_TO_POINTS,
+    Calibration,
     TakeoverPoints,
     assume_points,
+    calibration_path,
     forget_points,
+    installed_versions,
     points_of_class,
     takeover_size,
+    write_text_of,
 )
 from ..masking.sequence_info import SequenceInfo
 from ..nn.attention import Attention

@@ -6,16 +6,22 @@ Which tokens a cache may drop is the `retention` of the attention pattern (`mask
   cache of a layer; int8 storage; the test whether a query attends to everything that is cached.
 - `slot_caches`: one slot per token. `ContiguousCache` keeps every token, `RingCache` overwrites the tokens that no
   later query attends to, `RecurrentStateCache` keeps one state for linear attention, `HiddenStateCache` that of a GRU.
-- `head_group_cache`: a slot cache for each group of heads, if their patterns retain different tokens.
+  `HeadGroupCache` has a slot cache for each group of heads, if their patterns retain different tokens.
 - `block_table`: assigns pages to sequences, frees those that no later query attends to, and shares equal prefixes.
 - `paged_cache`: the tensors of the pages, and the rows of one call.
 """
 
 from .block_table import BlockTables, PageAllocator, PagedSequence
-from .head_group_cache import HeadGroupCache, split_by_retention
 from .kv_cache import KVCache, KVEntry, ProjectedSource, TokenCache
 from .paged_cache import PagedCache, PagePool
-from .slot_caches import ContiguousCache, HiddenStateCache, RecurrentStateCache, RingCache
+from .slot_caches import (
+    ContiguousCache,
+    HeadGroupCache,
+    HiddenStateCache,
+    RecurrentStateCache,
+    RingCache,
+    split_by_retention,
+)
 
 __all__ = [
     "BlockTables",

@@ -188,8 +188,14 @@ class KVCache(TokenCache):
         if not (isinstance(batch, int) and isinstance(capacity, int) and batch >= 0 and capacity >= 1):
             raise SpecError(f"cannot make a cache of batch={batch}, capacity={capacity}; capacity must be at least 1")
         check_causal(spec)
-        from .head_group_cache import HeadGroupCache, split_by_retention
-        from .slot_caches import ContiguousCache, RecurrentStateCache, RingCache, StorageFormat
+        from .slot_caches import (
+            ContiguousCache,
+            HeadGroupCache,
+            RecurrentStateCache,
+            RingCache,
+            StorageFormat,
+            split_by_retention,
+        )
 
         check_storage_format(spec, storage_format)
 

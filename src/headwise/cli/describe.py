@@ -171,8 +171,7 @@ def walk_main(argv: list[str]) -> int:
     add_json_argument(parser)
     args = parser.parse_args(argv)
     place, spec = _parse_layer(args)
-    from ..nn.attention_steps import AttentionSteps
-    from ..nn.op_trace import walk
+    from ..nn.op_trace import AttentionSteps, walk
 
     source = args.tokens if args.source is None and place.endswith(".cross") else args.source
     trace = walk(spec, args.batch, args.tokens, source)

@@ -91,7 +91,7 @@ def _check_arguments(args: argparse.Namespace, key: str | None) -> None:
 
 
 def _load(args: argparse.Namespace) -> ServedModel:
-    from ..api_server.chat_template import read_chat_template
+    from ..api_server.request_fields import read_chat_template
     from ..api_server.server import ServedModel
     from ..costs.serving_capacity import parse_bytes
     from ..serving import BatchingConfig, Engine

@@ -241,7 +241,7 @@ def _parse_changes(assignments: list[str]) -> dict[str, dict[str, Any]]:
 
 def _make_recipe(args: argparse.Namespace, changes: Mapping[str, Any]) -> Recipe:
     from ..training.recipe import from_dict, from_toml
-    from ..training.run_history import read_run_recipe
+    from ..training.run_setup import read_run_recipe
 
     base = read_run_recipe(args.out) if args.resume else None
     base = from_toml(_read_text(args.recipe), base) if args.recipe else base

@@ -6,13 +6,13 @@ In reading order:
   number, `pairs_per_head` sums over heads with different patterns), `weight_storage` gives the bytes of weights as
   stored, quantised ones with their scales, and `roofline` turns FLOPs and bytes into a lower bound of the time on a
   device whose memory holds them;
-- `cost_report` collects this in the tables of `hw.cost` and `headwise cost` (`cost_csv` as CSV); `cost_vs_length`
-  finds the lengths at which one spec becomes cheaper than another; `cost_plots` draws charts; `size_matching` finds
-  sizes of equal cost;
+- `cost_report` collects this in the tables of `hw.cost` and `headwise cost`; `cost_vs_length` finds the lengths at
+  which one spec becomes cheaper than another; `cost_plots` draws charts and writes CSV; `size_matching` finds sizes of
+  equal cost;
 - `activations`, `training_memory` and `saved_tensors` give the memory of training;
 - `kv_cache_memory`, `serving_cost`, `serving_capacity` and `throughput_report` give the memory, latency and
   throughput of serving, and `decode_intensity` the arithmetic intensity of the parts of a decode step;
-- `parallelism` and `parallel_report` divide a model among devices, with memory, time and communication of each;
+- `parallelism` divides a model among devices, with memory, time and communication of each;
 - `complexity`, `published_formulas` and `published_article` compare with the literature and with a small layer that
   is run; `layer_reach` measures the receptive field and the gradients by distance of such layers.
 """

@@ -1,13 +1,14 @@
 """Charts of costs: roofline, KV cache, FLOPs and crossovers over the context length, drawn with matplotlib.
 
-`make_charts` computes the lines and points, `save_plot` draws them into a file.
+`make_charts` computes the lines and points, `save_plot` draws them into a file. Also the estimates as CSV (RFC 4180).
 """
 
 from __future__ import annotations
 
+import csv
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
@@ -23,6 +24,7 @@ from .roofline import Device
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 SHORTEST, LONGEST = 2**6, 2**17  # tokens; the x axis goes at least from SHORTEST to LONGEST
 BEYOND = 4  # the x axis goes at least to this multiple of the workload's context
@@ -361,11 +363,7 @@ class PlotPanel:
             **style,
         )
         axes.annotate(
-            f"{_format_tick(roof.peak_flops)}FLOP/s",
-            (axes.get_xlim()[1], roof.peak_flops),
-            (0, 3),
-            ha="right",
-            **style,
+            f"{_format_tick(roof.peak_flops)}FLOP/s", (axes.get_xlim()[1], roof.peak_flops), (0, 3), ha="right", **style
         )
 
     def _set_y_limits(self, ys: Sequence[float]) -> None:
@@ -449,11 +447,7 @@ def _format_tick(value: float) -> str:
 
 # --- Drawing into a file -------------------------------------------------------------------------------
 
-SAVE_OPTIONS: dict[str, dict[str, Any]] = {
-    ".svg": {},
-    ".pdf": {},
-    ".png": {"dpi": 200},
-}
+SAVE_OPTIONS: dict[str, dict[str, Any]] = {".svg": {}, ".pdf": {}, ".png": {"dpi": 200}}
 # Okabe and Ito's colours without yellow and sky blue, some of them darker, so that labels are readable on white.
 LINE_COLOURS = ("#0072B2", "#D55E00", "#007A5A", "#A8458A", "#A87400", "#333333")
 LINE_DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)))  # for more lines than colours
@@ -554,3 +548,30 @@ def _add_panel(figure: Figure, n: int, grid: tuple[int, int], line_styles: dict[
     inches = cell_width - LEFT_MARGIN - LABEL_ROOM[num_columns], cell_height - TOP_MARGIN - BOTTOM_MARGIN
     axes = figure.add_axes((x / width, y / height, inches[0] / width, inches[1] / height))
     return PlotPanel(axes, inches, LABEL_ROOM[num_columns], line_styles)
+
+
+def to_csv(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Format rows of plain values as CSV (RFC 4180), with one column for each scalar value.
+
+    Values of nested mappings get dotted names; lists are left out; a missing value is an empty field.
+
+    >>> to_csv([{"name": "a, b", "flops": {"prefill": 2**70}, "terms": []}, {"name": "c", "bound": None}]).split(
+    ...     "\\r\\n"
+    ... )
+    ['name,flops.prefill,bound', '"a, b",1180591620717411303424,', 'c,,', '']
+    """
+    flat = [dict(_flatten_values("", row)) for row in rows]
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, names, restval="", lineterminator="\r\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return buffer.getvalue()
+
+
+def _flatten_values(prefix: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _flatten_values(f"{prefix}{key}.", value)
+        elif not isinstance(value, list | tuple):
+            yield prefix + key, value

@@ -259,11 +259,7 @@ def _required_breakdown(components: Iterable[ModelComponent], call: ForwardCall)
 def _gradient_breakdown(components: Iterable[ModelComponent], call: ForwardCall) -> CostBreakdown:
     """Required FLOPs of a backward pass: each product counts once for each factor that needs a gradient."""
     return CostBreakdown.from_repeated_items(
-        (
-            _qualified_name(component.name, product.name),
-            product.num_grad_factors * product.flops,
-            component.times,
-        )
+        (_qualified_name(component.name, product.name), product.num_grad_factors * product.flops, component.times)
         for component in components
         for product in component.required_products(call)
     )
@@ -547,10 +543,7 @@ def _format_terms(estimates: Sequence[CostEstimate]) -> list[str]:
             lines += ["", localise(f"{estimate.name}: {name}, {breakdown.total:,}")]
             for term in breakdown.terms:
                 lines += paragraph(
-                    f"{term.name} = {term.formula} = {term.value:,}",
-                    TERMINAL_WIDTH - 2,
-                    indent="  ",
-                    hanging="      ",
+                    f"{term.name} = {term.formula} = {term.value:,}", TERMINAL_WIDTH - 2, indent="  ", hanging="      "
                 )
     return lines
 

@@ -116,10 +116,7 @@ def _cached_bytes_of_calls(calls: CallsByPhase, workload: Workload) -> int | Non
     for component in calls["decode"][0]:
         if isinstance(component, AttentionComponent):
             total += component.times * cache_bytes(
-                component.spec,
-                batch=workload.batch,
-                capacity=tokens[component.role],
-                bytes_per_number=number_bytes,
+                component.spec, batch=workload.batch, capacity=tokens[component.role], bytes_per_number=number_bytes
             )
     return total
 

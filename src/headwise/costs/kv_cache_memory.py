@@ -17,15 +17,7 @@ from ..cache import split_by_retention
 from ..errors import SpecError, suggest
 from ..interfaces.axis_layout import AxisLayout
 from ..masking.key_intervals import KeyRetention
-from ..model_spec import (
-    ApproximateAttention,
-    BlockSpec,
-    ExpertsSpec,
-    FeedForwardSpec,
-    LayerRun,
-    ModelSpec,
-    WeightSpec,
-)
+from ..model_spec import ApproximateAttention, BlockSpec, ExpertsSpec, FeedForwardSpec, LayerRun, ModelSpec, WeightSpec
 from ..model_spec.components import add_prefix, expected_distinct
 from ..model_spec.model import MAX_LAYERS
 from ..spec.attention_spec import AttentionSpec

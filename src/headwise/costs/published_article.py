@@ -232,5 +232,5 @@ ARTICLES: dict[str, Callable[[], tuple[str, tuple[ArticleRow, ...]]]] = {
         "zhuanlan.zhihu.com/p/624740065, on the parameters, FLOPs, memory and training time of decoder-only models: "
         "l layers of width h with a heads, a vocabulary of V tokens, b rows of s tokens and n generated ones",
         (*list_gpt3_compute_rows(), *list_gpt3_memory_rows(), *list_llama_rows()),
-    ),
+    )
 }

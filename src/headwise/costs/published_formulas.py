@@ -278,10 +278,7 @@ SCALING = FormulaSource(
             f"{_SIX_N_ASSUMPTIONS}; it includes a second forward pass",
         ),
         PublishedFormula(
-            "activation bytes",
-            "20 tensors of b s h per layer",
-            lambda m: _hidden_state_bytes(m, 40),
-            "a rule of thumb",
+            "activation bytes", "20 tensors of b s h per layer", lambda m: _hidden_state_bytes(m, 40), "a rule of thumb"
         ),
         PublishedFormula(
             "activation bytes",

@@ -24,8 +24,8 @@ from ..errors import SpecError, suggest
 from ..files import write_atomically
 from ..interfaces.core_types import CallSize
 from ..kernels.compilation import compile_when_called
-from ..machine.calibration_file import user_cache_folder
 from ..machine.capabilities import this_machine
+from ..machine.takeover_points import user_cache_folder
 from ..model_spec import WEIGHT_FORMATS, ModelSpec
 from ..ops.linear import linear
 from ..spec.attention_spec import AttentionSpec
@@ -281,12 +281,7 @@ def measure_machine(machine: str) -> DeviceMeasurement:
     copy = torch.empty_like(numbers)
     copied = 2 * numbers.nbytes / time_run(lambda: copy.copy_(numbers), MEASURE_SECONDS)
     return DeviceMeasurement(
-        machine,
-        flops,
-        max(copied, numbers.nbytes / time_run(numbers.sum, MEASURE_SECONDS)),
-        memory,
-        time.time(),
-        kind,
+        machine, flops, max(copied, numbers.nbytes / time_run(numbers.sum, MEASURE_SECONDS)), memory, time.time(), kind
     )
 
 

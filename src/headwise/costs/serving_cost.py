@@ -33,13 +33,7 @@ from .kv_cache_memory import (
     weight_memory,
 )
 from .pairs_per_head import patterns_of_kv_heads
-from .roofline import (
-    DEFAULT_FORMATS,
-    Device,
-    NumberFormats,
-    RooflineOperation,
-    dtype_bytes,
-)
+from .roofline import DEFAULT_FORMATS, Device, NumberFormats, RooflineOperation, dtype_bytes
 from .weight_storage import WeightStorage
 from .workload import MAX_SIZE
 
@@ -237,8 +231,7 @@ class ServingCost:
         }
         projections = [self._projection_operation(group, chunks, costs) for group in self.attentions]
         return ServingStep(
-            (*projections, *self._matrix_operations(chunks)),
-            tuple(self._core_operations(chunks, costs, shared_prefix)),
+            (*projections, *self._matrix_operations(chunks)), tuple(self._core_operations(chunks, costs, shared_prefix))
         )
 
     def decode_step(self, requests: RequestBatch) -> ServingStep:

@@ -113,11 +113,6 @@ class GradientBuckets:
             for param in bucket:
                 param.register_post_accumulate_grad_hook(lambda _, index=index: self._on_gradient(index))
 
-    @property
-    def bucket_sizes(self) -> list[int]:
-        """Number of elements of each message, flags included."""
-        return [sum(param.numel() for param in bucket) + len(bucket) for bucket in self._buckets]
-
     def begin_final_backward(self) -> None:
         """Send each bucket as soon as it is full during the next backward pass, the last one of this step."""
         self._pending, self._num_missing = [], [len(bucket) for bucket in self._buckets]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import SpecError
 from ..model_spec import ExpertsSpec, ModelSpec, StackSpec, WeightSpec
-from ..nn.merged_attention import averaging_spec
+from ..nn.composite_attention import averaging_spec
 from ..spec.attention_spec import AttentionSpec
 from .collectives import BUCKET_BYTES
 from .head_partition import count_replicas, partition_model
@@ -40,10 +40,8 @@ def iter_tensor_parallel_sizes(spec: ModelSpec, batch_shape: BatchShape) -> Iter
     [165, 165, 165, 165]
     """
     for stack, tokens in _iter_stacks(spec, batch_shape):
-        own, other = (
-            batch_shape.rows * tokens * stack.model,
-            batch_shape.rows * batch_shape.source * spec.stacks[0].model,
-        )
+        own = batch_shape.rows * tokens * stack.model
+        other = batch_shape.rows * batch_shape.source * spec.stacks[0].model
         for block in stack.layers:
             for role in block.attention_specs:
                 yield from [own] * (

@@ -215,10 +215,8 @@ def _shard_sequence(
     sequence = SequenceInfo.contiguous(0, count, x.device) if tokens is None else tokens
     if sequence.start is not None and order == "runs" and own.shape[1] * group.size == count:
         return own, SequenceInfo.contiguous(sequence.start + group.rank * own.shape[1], own.shape[1], x.device)
-    position, segment = (
-        _select_positions(sequence.position, group, order, 0),
-        _select_positions(sequence.segment, group, order, -1),
-    )
+    position = _select_positions(sequence.position, group, order, 0)
+    segment = _select_positions(sequence.segment, group, order, -1)
     return own, SequenceInfo(position, segment, checked=True)
 
 

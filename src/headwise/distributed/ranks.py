@@ -91,10 +91,8 @@ class ProcessMesh:
         """Return the index of this rank in these dimensions, and the number of ranks in them."""
         index, count = 0, 1
         for dim in dims:
-            index, count = (
-                index * getattr(self.parallelism, dim) + self.place[dim],
-                count * getattr(self.parallelism, dim),
-            )
+            index = index * getattr(self.parallelism, dim) + self.place[dim]
+            count = count * getattr(self.parallelism, dim)
         return index, count
 
     @property

@@ -9,8 +9,8 @@ In reading order:
 - `quantization_config` reads the number format of quantised weights, and which weights have it.
 - `weight_names` maps our tensors to names, shapes and slices in checkpoint files.
 - One file per architecture and its relatives: its config reader, and its `WeightNames` if checkpoints can be loaded.
-  Decoders: `gpt`, `llama`, `llama_relatives`, `gemma`, `bloom_falcon_mpt`, `deepseek`, `gpt_oss`, `dcformer`. Encoders
-  and encoder-decoders: `bert`, `vision`, `bart`, `t5`.
+  Decoders: `gpt`, `llama`, `llama_relatives`, `gemma`, `deepseek`, `dcformer`. Encoders: `bert`, `vision`. Encoders
+  with decoders: `encoder_decoders`.
 
 This package reads no weights; `headwise.hub` does that.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ..model_spec import (
@@ -21,7 +21,7 @@ from ..model_spec import (
 )
 from ..model_spec.model import group_blocks
 from ..parts.collaborative import Collaborative
-from ..parts.t5_bias import T5Bias
+from ..parts.relative_position_bias import T5Bias
 from ..presets import design
 from ..spec.attention_spec import AttentionSpec
 from . import model_builders
@@ -207,14 +207,7 @@ def read_mpnet(config: TransformersConfig, task: str) -> ModelSpec:
     rows, skipped = config.read_int("max_position_embeddings", default=512, minimum=PAD_ID + 2), PAD_ID + 1
     positions = PositionSpec("learned", rows - skipped, skipped=skipped)
     table = EmbeddingSpec(sizes.vocab_size, positions=positions, norm=sizes.norm)
-    body = model_builders.make_encoder_stack(sizes, [attention] * sizes.layers, table)
-    inner = HeadTransformSpec(sizes.model, "gelu", sizes.norm)
-    masked = OutputHeadSpec(
-        "tokens", sizes.vocab_size, transform=inner, bias="learned", table=read_tied_stack(config, "encoder", True)
-    )
-    return model_builders.build_encoder(
-        config, task, body, model_builders.EncoderHeads(HeadTransformSpec(sizes.model), masked)
-    )
+    return _build_with_token_head(config, task, sizes, [attention] * sizes.layers, table)
 
 
 # --- RoBERTa (1907.11692), XLM-R, CamemBERT, Longformer: positions after the padding row ---------------
@@ -230,15 +223,25 @@ def read_roberta(config: TransformersConfig, task: str) -> ModelSpec:
     )
     pattern = "causal()" if config.read_bool("is_decoder", False) else "full()"
     attention = design(model=sizes.model, heads=sizes.heads, pattern=pattern, bias="qkvo")
+    return _build_with_token_head(config, task, sizes, [attention] * sizes.layers, _offset_embedding(config, sizes))
+
+
+def _offset_embedding(config: TransformersConfig, sizes: model_builders.EncoderSizes) -> EmbeddingSpec:
     types = config.read_int("type_vocab_size", default=2, minimum=0)
-    table = EmbeddingSpec(
-        sizes.vocab_size, positions=model_builders.make_offset_positions(config), types=types, norm=sizes.norm
-    )
-    body = model_builders.make_encoder_stack(sizes, [attention] * sizes.layers, table)
-    inner = HeadTransformSpec(sizes.model, "gelu", sizes.norm)
-    masked = OutputHeadSpec(
-        "tokens", sizes.vocab_size, transform=inner, bias="learned", table=read_tied_stack(config, "encoder", True)
-    )
+    positions = model_builders.make_offset_positions(config)
+    return EmbeddingSpec(sizes.vocab_size, positions=positions, types=types, norm=sizes.norm)
+
+
+def _build_with_token_head(
+    config: TransformersConfig,
+    task: str,
+    sizes: model_builders.EncoderSizes,
+    attentions: Iterable[LayerAttention],
+    embedding: EmbeddingSpec,
+) -> ModelSpec:
+    """Build an encoder whose masked-LM head uses the exact GELU."""
+    body = model_builders.make_encoder_stack(sizes, attentions, embedding)
+    masked = make_token_head(sizes, sizes.model, "gelu", read_tied_stack(config, "encoder", True))
     return model_builders.build_encoder(
         config, task, body, model_builders.EncoderHeads(HeadTransformSpec(sizes.model), masked)
     )
@@ -303,20 +306,8 @@ def read_longformer(config: TransformersConfig, task: str) -> ModelSpec:
             tuple(parameters),
         )
 
-    types = config.read_int("type_vocab_size", default=2, minimum=0)
-    table = EmbeddingSpec(
-        sizes.vocab_size, positions=model_builders.make_offset_positions(config), types=types, norm=sizes.norm
-    )
-    body = model_builders.make_encoder_stack(
-        sizes, [attention(window) for window in _windows(config, sizes.layers)], table
-    )
-    inner = HeadTransformSpec(sizes.model, "gelu", sizes.norm)
-    masked = OutputHeadSpec(
-        "tokens", sizes.vocab_size, transform=inner, bias="learned", table=read_tied_stack(config, "encoder", True)
-    )
-    return model_builders.build_encoder(
-        config, task, body, model_builders.EncoderHeads(HeadTransformSpec(sizes.model), masked)
-    )
+    attentions = [attention(window) for window in _windows(config, sizes.layers)]
+    return _build_with_token_head(config, task, sizes, attentions, _offset_embedding(config, sizes))
 
 
 def _windows(config: TransformersConfig, layers: int) -> list[int]:
@@ -341,10 +332,8 @@ def read_electra(config: TransformersConfig, task: str) -> ModelSpec:
     narrow = config.read_int("embedding_size", default=128)
     pattern = "causal()" if config.read_bool("is_decoder", False) else "full()"
     attention = design(model=sizes.model, heads=sizes.heads, pattern=pattern, bias="qkvo")
-    length, types = (
-        config.read_int("max_position_embeddings", default=512),
-        config.read_int("type_vocab_size", default=2),
-    )
+    length = config.read_int("max_position_embeddings", default=512)
+    types = config.read_int("type_vocab_size", default=2)
     table, rows, unsupported = None, length + types + sizes.vocab_size, tuple[UnsupportedPart, ...]()
     if narrow == sizes.model:
         table = EmbeddingSpec(sizes.vocab_size, positions=PositionSpec("learned", length), types=types, norm=sizes.norm)
@@ -404,10 +393,8 @@ def read_albert(config: TransformersConfig, task: str) -> ModelSpec:
         config.require_default(name, 1, "uses several layers in turn, which is not described")
     narrow = config.read_int("embedding_size", default=128)
     attention = design(model=sizes.model, heads=sizes.heads, bias="qkvo")
-    length, types = (
-        config.read_int("max_position_embeddings", default=512),
-        config.read_int("type_vocab_size", default=2),
-    )
+    length = config.read_int("max_position_embeddings", default=512)
+    types = config.read_int("type_vocab_size", default=2)
     if narrow == sizes.model:
         config.fail(
             f"embedding_size = {narrow} equals hidden_size",

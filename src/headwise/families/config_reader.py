@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, cast
 
 from ..errors import SpecError, suggest
-from ..model_spec import FeedForwardSpec, ModelSpec, OutputHeadSpec, StackSpec, to_dict
+from ..model_spec import FeedForwardSpec, ModelSpec, OutputHeadSpec, StackSpec, UnsupportedPart, to_dict
 from ..size_limits import MAX_HEAD_DIM, MAX_HEADS
 from ..spec.attention_spec import AttentionSpec
 
@@ -314,9 +314,18 @@ def read_tied_stack(config: TransformersConfig, stack: str, default: bool) -> st
 
 def make_decoder_model(config: TransformersConfig, task: str, stack: StackSpec, head: OutputHeadSpec) -> ModelSpec:
     """Return a decoder of one stack, with a language-model head or the classifier of the task."""
-    return ModelSpec(
-        config.family_name, "decoder", (stack,), select_decoder_heads(config, task, head), tuple(config.notes)
-    )
+    return assemble_model(config, "decoder", (stack,), select_decoder_heads(config, task, head))
+
+
+def assemble_model(
+    config: TransformersConfig,
+    kind: str,
+    stacks: tuple[StackSpec, ...],
+    heads: tuple[OutputHeadSpec, ...],
+    unsupported_parts: tuple[UnsupportedPart, ...] = (),
+) -> ModelSpec:
+    """Return a model of the family of this config, with the notes that reading it has left."""
+    return ModelSpec(config.family_name, kind, stacks, heads, tuple(config.notes), unsupported_parts)
 
 
 def select_decoder_heads(config: TransformersConfig, task: str, head: OutputHeadSpec) -> tuple[OutputHeadSpec, ...]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..masking.patterns import Window
 from ..model_spec import FeedForwardSpec, ModelSpec, NormSpec
 from ..parts.dynamic_composition import Dynamic
-from ..parts.qk_norm import QKNorm
+from ..parts.rms_norms import QKNorm
 from ..parts.rotary_embedding import Rotary
 from ..presets import design
 from ..spec.attention_spec import AttentionSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..model_spec import BlockSpec, EmbeddingSpec, FeedForwardSpec, ModelSpec, NormSpec, OutputHeadSpec, StackSpec
-from ..parts.qk_norm import QKNorm
+from ..parts.rms_norms import QKNorm
 from ..parts.softcap import Softcap
 from ..presets import design
 from . import model_builders

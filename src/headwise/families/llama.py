@@ -17,7 +17,7 @@ from ..model_spec import (
     StackSpec,
     UnsupportedPart,
 )
-from ..parts.qk_norm import QKNorm
+from ..parts.rms_norms import QKNorm
 from ..presets import design
 from ..spec.attention_spec import AttentionSpec
 from . import model_builders
@@ -247,10 +247,8 @@ def read_granite(config: TransformersConfig, task: str) -> ModelSpec:
 @register_family("smollm3", "SmolLM3")
 def read_smollm3(config: TransformersConfig, task: str) -> ModelSpec:
     """Read SmolLM3, in which some layers have no positional encoding (NoPE, 2305.19466)."""
-    sizes, layers = (
-        model_builders.read_decoder_sizes(config, model=2048, heads=16, kv=4),
-        model_builders.read_num_layers(config, 36),
-    )
+    sizes = model_builders.read_decoder_sizes(config, model=2048, heads=16, kv=4)
+    layers = model_builders.read_num_layers(config, 36)
     rope = RopeConfig(config, model_builders.read_max_length(config, 32768), theta=2_000_000.0)
     uses_rope = _read_rope_layers(config, layers)
     window = config.read_optional_int("sliding_window") if config.read_bool("use_sliding_window", False) else None
@@ -345,7 +343,7 @@ def read_qwen2_moe(config: TransformersConfig, task: str) -> ModelSpec:
     act = config.read_activation("hidden_act", "silu")
     shared = FeedForwardSpec(config.read_int("shared_expert_intermediate_size", default=5632), act, "gated")
     expert = FeedForwardSpec(config.read_int("moe_intermediate_size", default=1408), act, "gated")
-    chosen = model_builders.make_experts(config, expert, count=60, active=4, normalized_over="all")
+    chosen = model_builders.make_experts(config, expert, count=60, active=4)
     experts = ExpertsSpec(chosen.each, chosen.count, chosen.active, shared, chosen.scores)
     feeds = _select_feed_forwards(
         config, FeedForwardSpec(config.read_int("intermediate_size", default=5632), act, "gated"), experts
@@ -360,7 +358,7 @@ def read_qwen2_moe(config: TransformersConfig, task: str) -> ModelSpec:
         if gates
         else ()
     )
-    return _build_mixture(config, task, attentions, feeds, 151936, unsupported)
+    return _build_mixture(config, task, attentions, feeds, unsupported)
 
 
 @register_family("qwen3_moe", "Qwen3Moe")
@@ -375,19 +373,14 @@ def read_qwen3_moe(config: TransformersConfig, task: str) -> ModelSpec:
     )
     act = config.read_activation("hidden_act", "silu")
     expert = FeedForwardSpec(config.read_int("moe_intermediate_size", default=768), act, "gated")
-    experts = model_builders.make_experts(config, expert, count=128, active=8, normalized_over="all")
+    experts = model_builders.make_experts(config, expert, count=128, active=8)
     feeds = _select_feed_forwards(
         config, FeedForwardSpec(config.read_int("intermediate_size", default=6144), act, "gated"), experts
     )
     norms = (QKNorm(eps=config.read_float("rms_norm_eps", default=1e-6)),)
     patterns = ["causal()" if window is None else f"window({window})"] * len(feeds)
-    return _build_mixture(
-        config,
-        task,
-        _make_attentions(sizes, rope, patterns, bias=read_attention_bias(config), modifiers=norms),
-        feeds,
-        151936,
-    )
+    attentions = _make_attentions(sizes, rope, patterns, bias=read_attention_bias(config), modifiers=norms)
+    return _build_mixture(config, task, attentions, feeds)
 
 
 def _make_attentions(
@@ -415,19 +408,12 @@ def _build_mixture(
     task: str,
     attentions: list[model_builders.LayerAttention],
     feeds: list[FeedForwardSpec | ExpertsSpec],
-    tokens: int,
     unsupported: tuple[UnsupportedPart, ...] = (),
 ) -> ModelSpec:
     norm = NormSpec("rms", config.read_float("rms_norm_eps", default=1e-6))
     blocks = [BlockSpec(attention, feed=feed, norm=norm) for attention, feed in zip(attentions, feeds, strict=True)]
-    return model_builders.build_decoder(
-        config,
-        task,
-        blocks,
-        norm,
-        model_builders.DecoderEnds(config.read_int("vocab_size", default=tokens)),
-        unsupported,
-    )
+    ends = model_builders.DecoderEnds(config.read_int("vocab_size", default=151936))
+    return model_builders.build_decoder(config, task, blocks, norm, ends, unsupported)
 
 
 # --- Mixtral -------------------------------------------------------------------------------------------

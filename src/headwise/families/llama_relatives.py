@@ -1,11 +1,23 @@
-"""Relatives of Llama with other norms, biases or blocks: Command R, StableLM, StarCoder, Phi, GLM-4 and OLMo."""
+"""Relatives of Llama with other norms or blocks: Command R, StableLM, StarCoder, Phi, GLM-4, OLMo and gpt-oss."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..model_spec import ApproximateAttention, BlockSpec, FeedForwardSpec, ModelSpec, NormSpec, PositionSpec
-from ..parts.qk_norm import QKNorm
+from ..model_spec import (
+    ApproximateAttention,
+    BlockSpec,
+    EmbeddingSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    ModelSpec,
+    NormSpec,
+    OutputHeadSpec,
+    PositionSpec,
+    StackSpec,
+)
+from ..parts.rms_norms import QKNorm
+from ..parts.softmax import SinkSoftmax
 from ..presets import design
 from ..spec.attention_spec import AttentionSpec
 from . import model_builders
@@ -13,11 +25,13 @@ from .attention_config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
     RopeConfig,
+    alternate_layer_types,
     make_dot,
+    read_layer_patterns,
     read_layer_types,
     read_ropes_by_layer_type,
 )
-from .config_reader import TransformersConfig, register_family
+from .config_reader import TransformersConfig, make_decoder_model, read_tied_stack, register_family
 from .llama import LLAMA_WEIGHTS as LLAMA
 from .weight_names import TensorLocation
 
@@ -41,15 +55,11 @@ def read_cohere(config: TransformersConfig, task: str) -> ModelSpec:
 @register_family("cohere2", "Cohere2")
 def read_cohere2(config: TransformersConfig, task: str) -> ModelSpec:
     """Read Command R7B (2504.00698): three sliding-window layers with RoPE, then a full one without positions."""
-    sizes, rope, layers = (
-        model_builders.read_decoder_sizes(config, model=8192, heads=64),
-        _read_rope(config),
-        model_builders.read_num_layers(config, 40),
-    )
-    window, interval = (
-        config.read_optional_int("sliding_window", default=4096),
-        config.read_int("sliding_window_pattern", default=4),
-    )
+    sizes = model_builders.read_decoder_sizes(config, model=8192, heads=64)
+    rope = _read_rope(config)
+    layers = model_builders.read_num_layers(config, 40)
+    window = config.read_optional_int("sliding_window", default=4096)
+    interval = config.read_int("sliding_window_pattern", default=4)
     default_types = [FULL_ATTENTION if (layer + 1) % interval == 0 else SLIDING_ATTENTION for layer in range(layers)]
 
     def attention(kind: str) -> model_builders.LayerAttention:
@@ -342,10 +352,8 @@ def read_olmo2(config: TransformersConfig, task: str) -> ModelSpec:
 @register_family("olmo3", "Olmo3")
 def read_olmo3(config: TransformersConfig, task: str) -> ModelSpec:
     """Read OLMo 3: OLMo 2 with a sliding window in three layers of four."""
-    sizes, layers = (
-        model_builders.read_decoder_sizes(config, model=4096, heads=32),
-        model_builders.read_num_layers(config, 32),
-    )
+    sizes = model_builders.read_decoder_sizes(config, model=4096, heads=32)
+    layers = model_builders.read_num_layers(config, 32)
     thetas = {FULL_ATTENTION: config.read_float("rope_theta", default=500_000.0), SLIDING_ATTENTION: 500_000.0}
     ropes = read_ropes_by_layer_type(config, model_builders.read_max_length(config, 2048), thetas)
     window = config.read_optional_int("sliding_window", default=4096)
@@ -372,7 +380,7 @@ def read_olmoe(config: TransformersConfig, task: str) -> ModelSpec:
     expert = FeedForwardSpec(
         config.read_int("intermediate_size", default=2048), config.read_activation("hidden_act", "silu"), "gated"
     )
-    feed = model_builders.make_experts(config, expert, count=64, active=8, normalized_over="all")
+    feed = model_builders.make_experts(config, expert, count=64, active=8)
     turns = (QKNorm(scope="full", eps=norm.eps),)
     blocks = model_builders.make_blocks(_repeat_attention(config, sizes, rope, turns, usual=16), feed, norm)
     return model_builders.build_decoder(config, task, blocks, norm, _read_ends(config))
@@ -425,3 +433,73 @@ OLMO2_NORMS = {
     "decoder.{layer}.feed_norm.weight": ".layers.{layer}.post_feedforward_layernorm.weight",
 }
 OLMO2_WEIGHTS = LLAMA._replace(families=("olmo2", "olmo3"), locations={**LLAMA.locations, **OLMO2_NORMS})
+
+
+DEFAULT_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+
+
+@register_family("gpt_oss", "GptOss")
+def read_gpt_oss(config: TransformersConfig, task: str) -> ModelSpec:
+    """Read gpt-oss (2508.10925); the gate and up projections of an expert are clipped before they are multiplied."""
+    model = config.read_int("hidden_size", default=2880)
+    heads = config.read_num_heads("num_attention_heads", default=64)
+    layers = config.read_num_layers("num_hidden_layers", default=36)
+    dim = config.resolve_head_dim(model, heads, "head_dim", default=64)
+    rope = RopeConfig(
+        config, config.read_int("max_position_embeddings", default=131072), theta=150_000.0, default=DEFAULT_YARN
+    )
+
+    design_args: dict[str, Any] = {
+        "model": model,
+        "heads": heads,
+        "kv": config.read_num_kv_heads(heads, default=8),
+        "dim": dim,
+    }
+    design_args |= {
+        "bias": "qkvo" if config.read_bool("attention_bias", True) else "",
+        "modifiers": (rope.make_rotary(dim),),
+    }
+    patterns = read_layer_patterns(
+        config, layers, alternate_layer_types(layers), config.read_optional_int("sliding_window", default=128)
+    )
+    specs = {
+        p: rope.attention_with_limits(design(**design_args, normaliser=SinkSoftmax(), pattern=p)) for p in set(patterns)
+    }
+    gain, limit = config.read_float("swiglu_alpha", default=1.702), config.read_float("swiglu_limit", default=7.0)
+    config.require_default("hidden_act", "silu", "is not the activation of its experts")
+    hidden = config.read_int("intermediate_size", default=2880)
+    expert = FeedForwardSpec(hidden, f"bounded_silu({gain}, {limit})", "gated", bias="ugd")
+    count = config.read_int("num_local_experts", "num_experts", default=128)
+    active = config.read_int("num_experts_per_tok", "experts_per_token", default=4, maximum=count)
+    feed = ExpertsSpec(expert, count, active, scores="chosen", bias="learned")
+    norm = NormSpec("rms", config.read_float("rms_norm_eps", default=1e-5))
+    blocks = [BlockSpec(specs[pattern], feed=feed, norm=norm) for pattern in patterns]
+
+    tokens = config.read_int("vocab_size", default=201088)
+    stack = StackSpec.from_blocks("decoder", model, blocks, embedding=EmbeddingSpec(tokens), norm=norm)
+    return make_decoder_model(
+        config, task, stack, OutputHeadSpec("tokens", tokens, table=read_tied_stack(config, "decoder", False))
+    )
+
+
+# --- gpt-oss -------------------------------------------------------------------------------------------
+
+FILE_EXPERTS = ".layers.{layer}.mlp.experts"
+FILE_GATE_UP, FILE_GATE_UP_BIAS = f"{FILE_EXPERTS}.gate_up_proj", f"{FILE_EXPERTS}.gate_up_proj_bias"
+GATE_ROWS, UP_ROWS = ({"side": 0}, {"side": 2}), ({"side": 1}, {"side": 2})
+
+GPT_OSS_WEIGHTS = LLAMA._replace(
+    families=("gpt_oss",),
+    locations={
+        **LLAMA.locations,
+        "decoder.{layer}.attention.normaliser.sink": ".layers.{layer}.self_attn.sinks",
+        "decoder.{layer}.feed.router": ".layers.{layer}.mlp.router.weight",
+        "decoder.{layer}.feed.router_bias": ".layers.{layer}.mlp.router.bias",
+        "decoder.{layer}.feed.each.gate": TensorLocation(FILE_GATE_UP, "expert model (hidden side)", *GATE_ROWS),
+        "decoder.{layer}.feed.each.up": TensorLocation(FILE_GATE_UP, "expert model (hidden side)", *UP_ROWS),
+        "decoder.{layer}.feed.each.down": TensorLocation(f"{FILE_EXPERTS}.down_proj", "expert hidden model"),
+        "decoder.{layer}.feed.each.gate_bias": TensorLocation(FILE_GATE_UP_BIAS, "expert (hidden side)", *GATE_ROWS),
+        "decoder.{layer}.feed.each.up_bias": TensorLocation(FILE_GATE_UP_BIAS, "expert (hidden side)", *UP_ROWS),
+        "decoder.{layer}.feed.each.down_bias": f"{FILE_EXPERTS}.down_proj_bias",
+    },
+)

@@ -20,7 +20,7 @@ from ..model_spec import (
     UnsupportedPart,
 )
 from ..spec.attention_spec import AttentionSpec
-from .config_reader import TransformersConfig, read_num_labels, select_decoder_heads, select_heads
+from .config_reader import TransformersConfig, assemble_model, read_num_labels, select_decoder_heads, select_heads
 
 LayerKind = TypeVar("LayerKind", bound=Hashable)
 LayerAttention = AttentionSpec | ApproximateAttention
@@ -71,15 +71,9 @@ def make_attentions(kinds: Iterable[LayerKind], make: Callable[[LayerKind], Laye
     return [attention_of_kind[kind] for kind in layer_kinds]
 
 
-def make_experts(
-    config: TransformersConfig, expert: FeedForwardSpec, count: int, active: int, normalized_over: str
-) -> ExpertsSpec:
-    """Return a mixture of experts with softmax routing.
-
-    `normalized_over` is the family's default for `norm_topk_prob`: routing weights sum to one over "all" experts or
-    over the "chosen" ones.
-    """
-    normalized = config.read_bool("norm_topk_prob", normalized_over == "chosen")
+def make_experts(config: TransformersConfig, expert: FeedForwardSpec, count: int, active: int) -> ExpertsSpec:
+    """Return a mixture of experts with softmax routing, over all experts unless `norm_topk_prob` is set."""
+    normalized = config.read_bool("norm_topk_prob", False)
     num_experts = config.read_int("num_experts", "num_local_experts", default=count)
     chosen = config.read_int("num_experts_per_tok", default=active, maximum=num_experts)
     return ExpertsSpec(expert, num_experts, chosen, scores="chosen" if normalized else "softmax")
@@ -116,14 +110,7 @@ def build_decoder(
     head = OutputHeadSpec(
         "tokens", ends.vocab_size, bias=ends.head_bias, table=tied, scale=ends.logit_scale, cap=ends.logit_softcap
     )
-    return ModelSpec(
-        config.family_name,
-        "decoder",
-        (stack,),
-        select_decoder_heads(config, task, head),
-        tuple(config.notes),
-        unsupported_parts,
-    )
+    return assemble_model(config, "decoder", (stack,), select_decoder_heads(config, task, head), unsupported_parts)
 
 
 def make_blocks(
@@ -177,21 +164,17 @@ def read_encoder_sizes(config: TransformersConfig, defaults: EncoderDefaults = B
     )
     hidden = config.read_int("intermediate_size", default=defaults.hidden)
     feed = FeedForwardSpec(hidden, config.read_activation("hidden_act", defaults.activation), bias="ud")
-    layers, tokens = (
-        config.read_num_layers("num_hidden_layers", default=defaults.layers),
-        config.read_int("vocab_size", default=defaults.vocab_size),
-    )
+    layers = config.read_num_layers("num_hidden_layers", default=defaults.layers)
+    tokens = config.read_int("vocab_size", default=defaults.vocab_size)
     return EncoderSizes(
         width, heads, layers, tokens, NormSpec("layer", config.read_float("layer_norm_eps", default=defaults.eps)), feed
     )
 
 
-def make_offset_positions(config: TransformersConfig, length: int = 512, pad: int = 1) -> PositionSpec:
+def make_offset_positions(config: TransformersConfig) -> PositionSpec:
     """Return learned positions numbered as in fairseq: the first position uses row pad_token_id + 1 of the table."""
-    rows, skipped = (
-        config.read_int("max_position_embeddings", default=length),
-        1 + config.read_int("pad_token_id", default=pad, minimum=0),
-    )
+    rows = config.read_int("max_position_embeddings", default=512)
+    skipped = 1 + config.read_int("pad_token_id", default=1, minimum=0)
     if rows <= skipped:
         config.fail(
             f"max_position_embeddings = {rows} leaves no positions after pad_token_id", f"give more than {skipped}"
@@ -233,11 +216,4 @@ def build_encoder(
         "ForTokenClassification": [OutputHeadSpec("classes", count, bias="learned")],
         "ForQuestionAnswering": [OutputHeadSpec("span", count, bias="learned")],
     }
-    return ModelSpec(
-        config.family_name,
-        "encoder",
-        (stack,),
-        select_heads(config, task, heads_by_task),
-        tuple(config.notes),
-        unsupported_parts,
-    )
+    return assemble_model(config, "encoder", (stack,), select_heads(config, task, heads_by_task), unsupported_parts)

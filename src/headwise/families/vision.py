@@ -18,7 +18,7 @@ from ..model_spec import (
     UnsupportedPart,
 )
 from ..presets import design
-from .config_reader import TransformersConfig, read_num_labels, register_family, select_heads
+from .config_reader import TransformersConfig, assemble_model, read_num_labels, register_family, select_heads
 from .weight_names import TensorLocation, WeightNames
 
 # --- ViT, DeiT and DINOv2: patches after a class token, pre-LayerNorm, learned positions ---------------
@@ -27,32 +27,7 @@ from .weight_names import TensorLocation, WeightNames
 @register_family("vit", "ViT", default_task="ForImageClassification")
 def read_vit(config: TransformersConfig, task: str) -> ModelSpec:
     """Read ViT (2010.11929); pixels beyond the last whole patch are dropped."""
-    model = config.read_int("hidden_size", default=768)
-    heads = config.read_num_heads("num_attention_heads", default=12)
-    layers = config.read_num_layers("num_hidden_layers", default=12)
-    norm = NormSpec("layer", config.read_float("layer_norm_eps", default=1e-12))
-    image, patch = config.read_pair("image_size", 224), config.read_pair("patch_size", 16)
-    rows, columns = (size // part for size, part in zip(image, patch, strict=True))
-    if not (rows and columns):
-        config.fail(f"patch_size = {patch} is larger than image_size = {image}", "give a smaller patch_size")
-    patches = PatchSpec(rows, columns, *patch, channels=config.read_int("num_channels", default=3))
-    positions = PositionSpec("learned", patches.num_patches + 1)
-    config.resolve_head_dim(model, heads)
-
-    bias = "qkvo" if config.read_bool("qkv_bias", True) else "o"
-    hidden = config.read_int("intermediate_size", default=3072)
-    feed = FeedForwardSpec(hidden, config.read_activation("hidden_act", "gelu"), bias="ud")
-    blocks = [BlockSpec(design(model=model, heads=heads, bias=bias), feed=feed, norm=norm)] * layers
-    embedding = EmbeddingSpec(patches=patches, first=1, positions=positions)
-    stack = StackSpec.from_blocks("encoder", model, blocks, embedding=embedding, norm=norm)
-
-    act = config.read_activation("pooler_act", "tanh")
-    pooled = HeadTransformSpec(config.read_optional_int("pooler_output_size") or model, act)
-    heads_by_task = {
-        "Model": [OutputHeadSpec("pooler", at="first", transform=pooled)],
-        "ForImageClassification": [OutputHeadSpec("classes", read_num_labels(config), "first", bias="learned")],
-    }
-    return ModelSpec("vit", "vision", (stack,), select_heads(config, task, heads_by_task), tuple(config.notes))
+    return _build_vit(config, task, first=1)
 
 
 # --- ViT -----------------------------------------------------------------------------------------------
@@ -100,31 +75,30 @@ VIT_WEIGHTS = WeightNames(
 @register_family("deit", "DeiT", default_task="ForImageClassification")
 def read_deit(config: TransformersConfig, task: str) -> ModelSpec:
     """Read DeiT (2012.12877): ViT with a second learned vector, the distillation token."""
-    model, norm = (
-        config.read_int("hidden_size", default=768),
-        NormSpec("layer", config.read_float("layer_norm_eps", default=1e-12)),
-    )
-    feed = FeedForwardSpec(
-        config.read_int("intermediate_size", default=3072), config.read_activation("hidden_act", "gelu"), bias="ud"
-    )
-    stack = _make_stack(config, model, norm, feed, _make_patches(config, 16), first=2)
-    pooled = HeadTransformSpec(
-        config.read_optional_int("pooler_output_size") or model, config.read_activation("pooler_act", "tanh")
-    )
+    return _build_vit(config, task, first=2)
+
+
+def _build_vit(config: TransformersConfig, task: str, first: int) -> ModelSpec:
+    """Build an encoder of patches after `first` learned vectors, with a pooler and a classifier on the first."""
+    model = config.read_int("hidden_size", default=768)
+    norm = NormSpec("layer", config.read_float("layer_norm_eps", default=1e-12))
+    hidden, act = config.read_int("intermediate_size", default=3072), config.read_activation("hidden_act", "gelu")
+    feed = FeedForwardSpec(hidden, act, bias="ud")
+    stack = _make_stack(config, model, norm, feed, _make_patches(config, 16), first)
+    pooler_act = config.read_activation("pooler_act", "tanh")
+    pooled = HeadTransformSpec(config.read_optional_int("pooler_output_size") or model, pooler_act)
     heads_by_task = {
         "Model": [OutputHeadSpec("pooler", at="first", transform=pooled)],
         "ForImageClassification": [OutputHeadSpec("classes", read_num_labels(config), "first", bias="learned")],
     }
-    return ModelSpec("deit", "vision", (stack,), select_heads(config, task, heads_by_task), tuple(config.notes))
+    return assemble_model(config, "vision", (stack,), select_heads(config, task, heads_by_task))
 
 
 @register_family("dinov2", "Dinov2", default_task="Model")
 def read_dinov2(config: TransformersConfig, task: str) -> ModelSpec:
     """Read DINOv2 (2304.07193): ViT with a learned scale per channel on each residual branch (LayerScale)."""
-    model, norm = (
-        config.read_int("hidden_size", default=768),
-        NormSpec("layer", config.read_float("layer_norm_eps", default=1e-6)),
-    )
+    model = config.read_int("hidden_size", default=768)
+    norm = NormSpec("layer", config.read_float("layer_norm_eps", default=1e-6))
     hidden, act = int(model * config.read_float("mlp_ratio", default=4)), config.read_activation("hidden_act", "gelu")
     feed = FeedForwardSpec(hidden, act, bias="ud")
     if config.read_bool("use_swiglu_ffn", False):
@@ -139,17 +113,16 @@ def read_dinov2(config: TransformersConfig, task: str) -> ModelSpec:
             "every residual branch is scaled per channel (LayerScale), which BlockSpec lacks", (*scales, *mask)
         ),
     )
-    return ModelSpec(
-        "dinov2", "vision", (stack,), select_heads(config, task, {"Model": []}), tuple(config.notes), unsupported
-    )
+    return assemble_model(config, "vision", (stack,), select_heads(config, task, {"Model": []}), unsupported)
 
 
-def _make_patches(config: TransformersConfig, usual: int) -> PatchSpec:
+def _make_patches(config: TransformersConfig, usual: int, bias: str = "learned") -> PatchSpec:
+    """Return square or oblong patches; pixels beyond the last whole patch are dropped."""
     image, patch = config.read_pair("image_size", 224), config.read_pair("patch_size", usual)
     rows, columns = (size // patch_size for size, patch_size in zip(image, patch, strict=True))
     if not (rows and columns):
         config.fail(f"patch_size = {patch} is larger than image_size = {image}", "give a smaller patch_size")
-    return PatchSpec(rows, columns, *patch, channels=config.read_int("num_channels", default=3))
+    return PatchSpec(rows, columns, *patch, channels=config.read_int("num_channels", default=3), bias=bias)
 
 
 def _make_stack(
@@ -198,23 +171,19 @@ def read_clip_text(config: TransformersConfig, task: str) -> ModelSpec:
     positions = PositionSpec("learned", config.read_int("max_position_embeddings", default=77))
     table = EmbeddingSpec(config.read_int("vocab_size", default=49408), positions=positions)
     stack = StackSpec.from_blocks("encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm)
-    return ModelSpec(
-        config.family_name, "encoder", (stack,), select_heads(config, task, {"Model": []}), tuple(config.notes)
-    )
+    return assemble_model(config, "encoder", (stack,), select_heads(config, task, {"Model": []}))
 
 
 @register_family("clip_vision_model", "CLIPVision", default_task="Model")
 def read_clip_vision(config: TransformersConfig, task: str) -> ModelSpec:
     """Read CLIP's vision encoder: patches without a bias after a class token, a norm before the first layer."""
     tower = _read_tower(config, VISION_DEFAULTS, "full()")
-    table = _make_patch_embedding(config, 224, 32, first=1, norm=tower.norm)
+    table = _make_patch_embedding(config, 32, first=1, norm=tower.norm)
     stack = StackSpec.from_blocks("encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm)
     config.add_note("transformers applies the last norm to the class token only; here it applies to all tokens")
     width = config.read_int("projection_dim", default=512)
     heads_by_task = {"Model": [], "ModelWithProjection": [OutputHeadSpec("projection", width, at="first")]}
-    return ModelSpec(
-        config.family_name, "vision", (stack,), select_heads(config, task, heads_by_task), tuple(config.notes)
-    )
+    return assemble_model(config, "vision", (stack,), select_heads(config, task, heads_by_task))
 
 
 @register_family("siglip_text_model", "SiglipText", default_task="Model")
@@ -226,34 +195,23 @@ def read_siglip_text(config: TransformersConfig, task: str) -> ModelSpec:
     stack = StackSpec.from_blocks("encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm)
     width = config.read_optional_int("projection_size") or tower.model
     heads_by_task = {"Model": [OutputHeadSpec("projection", width, at="last", bias="learned")]}
-    return ModelSpec(
-        config.family_name, "encoder", (stack,), select_heads(config, task, heads_by_task), tuple(config.notes)
-    )
+    return assemble_model(config, "encoder", (stack,), select_heads(config, task, heads_by_task))
 
 
 @register_family("siglip_vision_model", "SiglipVision", default_task="Model")
 def read_siglip_vision(config: TransformersConfig, task: str) -> ModelSpec:
     """Read SigLIP's vision encoder; a learned query pools the patches."""
     tower = _read_tower(config, SIGLIP_DEFAULTS, "full()")
-    table = _make_patch_embedding(config, 224, 16, first=0)
+    table = _make_patch_embedding(config, 16, first=0)
     stack = StackSpec.from_blocks("encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm)
-    d, hidden, unsupported = (
-        tower.model,
-        config.read_int("intermediate_size", default=3072),
-        tuple[UnsupportedPart, ...](),
-    )
+    d = tower.model
+    hidden = config.read_int("intermediate_size", default=3072)
+    unsupported = tuple[UnsupportedPart, ...]()
     if config.read_bool("vision_use_head", True):
         sizes = {"probe": d, "attention": 4 * d * d + 4 * d, "norm": 2 * d, "feed": 2 * d * hidden + hidden + d}
         reason = "a learned query pools all patches through its own layers, which OutputHeadSpec lacks"
         unsupported = (UnsupportedPart(reason, tuple((f"head.pooler.{name}", size) for name, size in sizes.items())),)
-    return ModelSpec(
-        config.family_name,
-        "vision",
-        (stack,),
-        select_heads(config, task, {"Model": []}),
-        tuple(config.notes),
-        unsupported,
-    )
+    return assemble_model(config, "vision", (stack,), select_heads(config, task, {"Model": []}), unsupported)
 
 
 def _read_tower(config: TransformersConfig, usual: ClipDefaults, pattern: str) -> ClipTower:
@@ -270,15 +228,9 @@ def _read_tower(config: TransformersConfig, usual: ClipDefaults, pattern: str) -
 
 
 def _make_patch_embedding(
-    config: TransformersConfig, image: int, patch: int, first: int, norm: NormSpec | None = None
+    config: TransformersConfig, patch: int, first: int, norm: NormSpec | None = None
 ) -> EmbeddingSpec:
-    """Return a patch embedding; pixels beyond the last whole patch are dropped."""
-    image_size, patch_size = config.read_pair("image_size", image), config.read_pair("patch_size", patch)
-    rows, columns = (side // patch_side for side, patch_side in zip(image_size, patch_size, strict=True))
-    if not (rows and columns):
-        config.fail(f"patch_size = {patch_size} is larger than image_size = {image_size}", "give a smaller patch_size")
-    bias = "none" if first else "learned"
-    patches = PatchSpec(rows, columns, *patch_size, channels=config.read_int("num_channels", default=3), bias=bias)
+    patches = _make_patches(config, patch, "none" if first else "learned")
     return EmbeddingSpec(
         patches=patches, first=first, positions=PositionSpec("learned", patches.num_patches + first), norm=norm
     )

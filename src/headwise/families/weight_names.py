@@ -98,10 +98,8 @@ def make_pieces(location: TensorLocation, weight: WeightSpec, numbers: Mapping[s
     for index in product(*(range(sizes[axis]) for axis in separate_axes)):
         fixed: dict[str, int | str] = dict(zip(separate_axes, index, strict=True))
         path = location.path.format(**numbers, **fixed)
-        file_view, own_view = (
-            TensorView(file_layout, sizes, location.fixed_axes, axis_order),
-            TensorView(own_layout, sizes, fixed, axis_order),
-        )
+        file_view = TensorView(file_layout, sizes, location.fixed_axes, axis_order)
+        own_view = TensorView(own_layout, sizes, fixed, axis_order)
         yield TensorPiece(path, file_layout.shape(sizes), weight.name, file_view, own_view)
 
 

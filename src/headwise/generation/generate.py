@@ -103,7 +103,7 @@ def stream(
     return generator.pieces(prompts, make_random_streams(seed, 1) if temperature else ())
 
 
-def make_random_streams(seed: SeedOrSeeds, count: int, first_row: int = 0) -> list[RandomStream]:
+def make_random_streams(seed: SeedOrSeeds, count: int) -> list[RandomStream]:
     """Return one random stream per row; without a seed, the seed comes from torch's global generator.
 
     >>> [row.number for row in make_random_streams(7, 2)], [row.seed for row in make_random_streams([7, 5], 2)]
@@ -112,7 +112,7 @@ def make_random_streams(seed: SeedOrSeeds, count: int, first_row: int = 0) -> li
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ()))
     if isinstance(seed, int) and not isinstance(seed, bool):
-        return [RandomStream(seed, first_row + n) for n in range(count)]
+        return [RandomStream(seed, n) for n in range(count)]
     seeds = list(seed) if isinstance(seed, (list, tuple, range)) else []
     if len(seeds) != count or not all(
         isinstance(row_seed, int) and not isinstance(row_seed, bool) for row_seed in seeds

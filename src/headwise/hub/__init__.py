@@ -7,15 +7,14 @@ In reading order:
 - `checkpoint_weights`: read safetensors into headwise tensors, with all checks before reading.
 - `tokenizer_files`: read tokenizers and special ids of a folder; attach a tokenizer to a model.
 - `llama2c`: read model and tokenizer files of llama2.c.
-- `transformers_backend`: "headwise" as an attention implementation of transformers.
-- `falcon_backend`: "headwise" for Falcon, which does not use the attention interface.
+- `transformers_backend`: "headwise" as an attention implementation of transformers, also of Falcon, which does not use
+  the attention interface.
 
 Importing this package registers that implementation once.
 """
 
-from .falcon_backend import register_falcon_on_import
 from .pretrained_models import export, load
-from .transformers_backend import register_on_import
+from .transformers_backend import register_falcon_on_import, register_on_import
 
 __all__ = ["export", "load"]
 

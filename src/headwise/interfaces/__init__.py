@@ -5,26 +5,28 @@ In reading order:
 - `part`: `Part`, the base class with the methods that every part may override, and the registry of
   parts by class name, so that specs can be written as text;
 - `external_parts`: import files with parts of the user, and record which of them a saved model needs;
-- `slots`: the base classes of the slots that a spec fills once (project, similarity, normaliser, merge; patterns live
-  in `headwise.masking`);
-- `modifiers`: the base classes of the optional modifiers, one per phase of the computation;
+- `part_types`: the base classes of the slots that a spec fills once (project, similarity, normaliser, merge; patterns
+  live in `headwise.masking`), and of the optional modifiers, one per phase of the computation;
 - `core_types`: the values that parts, the layer, probes and backends exchange;
 - `axis_layout`: names for the axes of a tensor, such as ``"(q dim) model"``.
 """
 
-from .modifiers import (
+from .part import Part, RecurrentPart
+from .part_types import (
     Gate,
+    Merge,
     Mix,
     Modifier,
+    Normaliser,
     OutputStep,
+    Project,
     QKTransform,
     ScoreStep,
+    Similarity,
     SingleVectorTransform,
     ValueStep,
     WeightStep,
 )
-from .part import Part, RecurrentPart
-from .slots import Merge, Normaliser, Project, Similarity
 
 __all__ = [
     "Gate",

@@ -439,10 +439,8 @@ _LIBRARY.define(
     " -> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
-FLASH_FORWARD_OP, FLASH_BACKWARD_OP = (
-    torch.ops.headwise.flash_attention.default,
-    torch.ops.headwise.flash_attention_backward.default,
-)
+FLASH_FORWARD_OP = torch.ops.headwise.flash_attention.default
+FLASH_BACKWARD_OP = torch.ops.headwise.flash_attention_backward.default
 
 
 def attend_key_ranges(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, ahead: int | None, scale: float) -> Tensor:

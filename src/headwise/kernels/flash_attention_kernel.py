@@ -63,16 +63,11 @@ def load_key_ranges(dtype, args, work_item, scratch):
         first = end = 0
         if r < count:
             token = load_int64(query_rows + 8 * r) // args.num_heads % tokens
-            first, end = (
-                load_int64(args.key_ranges + 16 * token),
-                load_int64(args.key_ranges + 16 * token + 8),
-            )
-            union_begin, union_end, common_begin, common_end = (
-                min(union_begin, first),
-                max(union_end, end),
-                max(common_begin, first),
-                min(common_end, end),
-            )
+            first, end = load_int64(args.key_ranges + 16 * token), load_int64(args.key_ranges + 16 * token + 8)
+            union_begin = min(union_begin, first)
+            union_end = max(union_end, end)
+            common_begin = max(common_begin, first)
+            common_end = min(common_end, end)
         store_value(scratch + simd.compute_itemsize(dtype) * r, simd.as_compute_scalar(dtype, first))
         store_value(scratch + simd.compute_itemsize(dtype) * (QUERY_TILE_ROWS + r), simd.as_compute_scalar(dtype, end))
     return (
@@ -86,11 +81,9 @@ def load_key_ranges(dtype, args, work_item, scratch):
 @njit
 def load_rows_transposed(dtype, args, work_item, source, dim, to):
     """Write the rows of a work item as columns, [dim, 64]; missing rows become zeros."""
-    query_rows, count, size = (
-        args.query_rows + 8 * load_int64(work_item + 8),
-        load_int64(work_item + 16),
-        simd.compute_itemsize(dtype),
-    )
+    query_rows = args.query_rows + 8 * load_int64(work_item + 8)
+    count = load_int64(work_item + 16)
+    size = simd.compute_itemsize(dtype)
     for r in range(count):
         row = source + size * dim * load_int64(query_rows + 8 * r)
         for c in range(dim):
@@ -126,11 +119,9 @@ def mask_scores(dtype, scores, row_state, start, count):
 @njit
 def online_softmax(dtype, scores, row_state, count):
     """Replace scores by exp(score - running maximum); update the maxima, sums and rescaling factors."""
-    size, minus_inf, zero = (
-        simd.compute_itemsize(dtype),
-        splat(simd.as_compute_scalar(dtype, -math.inf)),
-        splat(simd.as_compute_scalar(dtype, 0)),
-    )
+    size = simd.compute_itemsize(dtype)
+    minus_inf = splat(simd.as_compute_scalar(dtype, -math.inf))
+    zero = splat(simd.as_compute_scalar(dtype, 0))
     step = size * QUERY_TILE_ROWS
     for c in range(0, step, size * SIMD_WIDTH):
         old_max = load_vector(dtype, row_state + 2 * step + c)
@@ -154,11 +145,7 @@ def qk_tile(dtype, args, keys, q, scores, span):
     """Compute the scores of adjacent keys with all queries of the tile."""
     k, (start, count) = keys, span
     step = simd.compute_itemsize(dtype) * QUERY_TILE_ROWS
-    a = (
-        k + args.k_key_stride * start,
-        args.k_key_stride,
-        simd.compute_itemsize(dtype),
-    )
+    a = (k + args.k_key_stride * start, args.k_key_stride, simd.compute_itemsize(dtype))
     gemm(dtype, (scores, step), a, (q, step), (count, QUERY_TILE_ROWS, args.dim), False)
 
 
@@ -168,17 +155,11 @@ def store_output_and_lse(dtype, args, work_item, outputs, row_state):
 
     With lse = inf, exp(s - lse) is 0 in the backward pass.
     """
-    query_rows, size, vdim = (
-        args.query_rows + 8 * load_int64(work_item + 8),
-        simd.compute_itemsize(dtype),
-        args.vdim,
-    )
+    query_rows, size, vdim = args.query_rows + 8 * load_int64(work_item + 8), simd.compute_itemsize(dtype), args.vdim
     for r in range(load_int64(work_item + 16)):
         query_row = load_int64(query_rows + 8 * r)
-        row_max, weight_sum = (
-            load_scalar(dtype, row_state + size * (2 * QUERY_TILE_ROWS + r)),
-            load_scalar(dtype, row_state + size * (3 * QUERY_TILE_ROWS + r)),
-        )
+        row_max = load_scalar(dtype, row_state + size * (2 * QUERY_TILE_ROWS + r))
+        weight_sum = load_scalar(dtype, row_state + size * (3 * QUERY_TILE_ROWS + r))
         factor = simd.as_compute_scalar(dtype, 1 / weight_sum if weight_sum != 0 else 0.0)
         lse = simd.as_compute_scalar(dtype, row_max + math.log(weight_sum) if weight_sum != 0 else math.inf)
         store_value(args.lse + size * query_row, lse)
@@ -201,12 +182,7 @@ def clear_memory(dtype, to, count):
 def flash_forward(dtype, args, item, scratch):
     """Forward kernel: attend from the tile of queries of one work item to all of its keys, block by block."""
     work_item = args.work_items + 48 * item
-    size, dim, vdim, groups = (
-        simd.compute_itemsize(dtype),
-        args.dim,
-        args.vdim,
-        args.num_kv_heads,
-    )
+    size, dim, vdim, groups = simd.compute_itemsize(dtype), args.dim, args.vdim, args.num_kv_heads
     step, batch_row, kv_head = size * QUERY_TILE_ROWS, load_int64(work_item) // groups, load_int64(work_item) % groups
     q = scratch + step * NUM_ROW_STATE_VECTORS
     scores = q + step * dim
@@ -228,11 +204,7 @@ def flash_forward(dtype, args, item, scratch):
             mask_scores(dtype, scores, scratch, start, count)
         online_softmax(dtype, scores, scratch, count)
         scale_columns(dtype, sums, vdim, scratch + 4 * step)
-        values = (
-            v + args.v_key_stride * start,
-            size,
-            args.v_key_stride,
-        )
+        values = (v + args.v_key_stride * start, size, args.v_key_stride)
         gemm(dtype, (sums, step), values, (scores, step), (vdim, QUERY_TILE_ROWS, count), True)
         start += count
     store_output_and_lse(dtype, args, work_item, sums, scratch)
@@ -244,11 +216,9 @@ def flash_forward(dtype, args, item, scratch):
 @njit
 def load_rows(dtype, args, work_item, source, dim, to):
     """Write the rows of a work item one after another, padded with zeros to whole vectors and 64 rows."""
-    query_rows, count, size = (
-        args.query_rows + 8 * load_int64(work_item + 8),
-        load_int64(work_item + 16),
-        simd.compute_itemsize(dtype),
-    )
+    query_rows = args.query_rows + 8 * load_int64(work_item + 8)
+    count = load_int64(work_item + 16)
+    size = simd.compute_itemsize(dtype)
     clear_memory(dtype, to, QUERY_TILE_ROWS * round_up_to_simd(dim))
     for r in range(count):
         row, to_row = source + size * dim * load_int64(query_rows + 8 * r), to + size * round_up_to_simd(dim) * r
@@ -273,11 +243,9 @@ def inner_product(dtype, a, b, count):
 @njit
 def load_row_statistics(dtype, args, work_item, scratch):
     """Write each row's log-sum-exp, its D = o . grad, and the scale to the scratch buffer."""
-    query_rows, count, size = (
-        args.query_rows + 8 * load_int64(work_item + 8),
-        load_int64(work_item + 16),
-        simd.compute_itemsize(dtype),
-    )
+    query_rows = args.query_rows + 8 * load_int64(work_item + 8)
+    count = load_int64(work_item + 16)
+    size = simd.compute_itemsize(dtype)
     to, vdim = scratch + size * 2 * QUERY_TILE_ROWS, args.vdim
     for r in range(QUERY_TILE_ROWS):
         lse, row_term = simd.as_compute_scalar(dtype, float("inf")), simd.as_compute_scalar(dtype, 0)
@@ -320,11 +288,7 @@ def grad_scores(dtype, scores, grads, scratch, count):
 def backward_key_block(dtype, args, addresses, scratch, span, needs_mask):
     """Accumulate the gradients between a block of adjacent keys and the query tile in the scratch buffer."""
     (k, v, d_k, d_v), (start, count) = addresses, span
-    size, dim, vdim = (
-        simd.compute_itemsize(dtype),
-        args.dim,
-        args.vdim,
-    )
+    size, dim, vdim = simd.compute_itemsize(dtype), args.dim, args.vdim
     step = size * QUERY_TILE_ROWS
     q = scratch + step * NUM_ROW_STATE_VECTORS
     grad = q + step * dim
@@ -346,18 +310,10 @@ def backward_key_block(dtype, args, addresses, scratch, span, needs_mask):
         (count, round_up_to_simd(vdim), QUERY_TILE_ROWS),
         True,
     )
-    values = (
-        v + args.v_key_stride * start,
-        args.v_key_stride,
-        size,
-    )
+    values = (v + args.v_key_stride * start, args.v_key_stride, size)
     gemm(dtype, (grads, step), values, (grad, step), (count, QUERY_TILE_ROWS, vdim), False)
     grad_scores(dtype, scores, grads, scratch, count)
-    keys = (
-        k + args.k_key_stride * start,
-        size,
-        args.k_key_stride,
-    )
+    keys = (k + args.k_key_stride * start, size, args.k_key_stride)
     gemm(dtype, (d_q, step), keys, (grads, step), (dim, QUERY_TILE_ROWS, count), True)
     row = size * round_up_to_simd(dim)
     gemm(
@@ -373,11 +329,7 @@ def backward_key_block(dtype, args, addresses, scratch, span, needs_mask):
 @njit
 def backward_query_tile(dtype, args, addresses, work_item, scratch):
     """Compute the gradients between up to 64 queries and all keys of the work item."""
-    size, dim, vdim = (
-        simd.compute_itemsize(dtype),
-        args.dim,
-        args.vdim,
-    )
+    size, dim, vdim = simd.compute_itemsize(dtype), args.dim, args.vdim
     step = size * QUERY_TILE_ROWS
     q = scratch + step * NUM_ROW_STATE_VECTORS
     grad = q + step * dim
@@ -398,12 +350,7 @@ def backward_query_tile(dtype, args, addresses, work_item, scratch):
     while start < stop:
         count = min(FLASH_KEY_BLOCK_SIZE, stop - start)
         backward_key_block(
-            dtype,
-            args,
-            addresses,
-            scratch,
-            (start, count),
-            start < common_begin or start + count > common_end,
+            dtype, args, addresses, scratch, (start, count), start < common_begin or start + count > common_end
         )
         start += count
     scale_columns(dtype, d_q, dim, scratch + 4 * step)
@@ -418,12 +365,7 @@ def backward_query_tile(dtype, args, addresses, work_item, scratch):
 def flash_backward(dtype, args, item, scratch):
     """Backward kernel: process all queries of one work item, 64 at a time, against its part of the keys."""
     work_item = args.work_items + 48 * item
-    size, dim, vdim, groups = (
-        simd.compute_itemsize(dtype),
-        args.dim,
-        args.vdim,
-        args.num_kv_heads,
-    )
+    size, dim, vdim, groups = simd.compute_itemsize(dtype), args.dim, args.vdim, args.num_kv_heads
     batch_row, kv_head = load_int64(work_item) // groups, load_int64(work_item) % groups
     k = args.k + batch_row * args.k_row_stride + kv_head * args.k_head_stride
     v = args.v + batch_row * args.v_row_stride + kv_head * args.v_head_stride

@@ -95,23 +95,13 @@ def head_group_bounds(args, group):
     """Return the range of heads of group n and of its output heads; a single group has all output heads."""
     heads_per_group = args.heads_per_group
     begin, end = group * heads_per_group, (group + 1) * heads_per_group
-    return (
-        begin,
-        end,
-        begin,
-        args.num_output_heads if heads_per_group == args.num_heads else end,
-    )
+    return begin, end, begin, args.num_output_heads if heads_per_group == args.num_heads else end
 
 
 @njit
 def load_key_factors(dtype, args, to, b, begin):
     """Copy the factors of a tile of keys to the scratch buffer."""
-    H, OUT, S, ranks = (
-        args.num_heads,
-        args.num_output_heads,
-        args.num_keys,
-        args.k_ranks,
-    )
+    H, OUT, S, ranks = args.num_heads, args.num_output_heads, args.num_keys, args.k_ranks
     size, count = simd.compute_itemsize(dtype), min(KEY_TILE_SIZE, S - begin)
     for n in range(3):
         rows = ranks * H if n == 0 else ranks * OUT if n == 1 else args.num_key_gates
@@ -124,12 +114,7 @@ def load_key_factors(dtype, args, to, b, begin):
 @njit
 def store_key_factor_grads(dtype, args, source, b, begin):
     """Copy the gradients of a tile's key factors from the scratch buffer to the output."""
-    H, OUT, S, ranks = (
-        args.num_heads,
-        args.num_output_heads,
-        args.num_keys,
-        args.k_ranks,
-    )
+    H, OUT, S, ranks = args.num_heads, args.num_output_heads, args.num_keys, args.k_ranks
     size, count = simd.compute_itemsize(dtype), min(KEY_TILE_SIZE, S - begin)
     for n in range(3):
         rows = ranks * H if n == 0 else ranks * OUT if n == 1 else args.num_key_gates
@@ -143,17 +128,9 @@ def store_key_factor_grads(dtype, args, source, b, begin):
 def compose_key_vector(dtype, args, row, scratch):
     """Compute all output heads for one query and 16 keys."""
     size, step = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * KEY_TILE_SIZE
-    H, OUT, q_ranks, k_ranks = (
-        args.num_heads,
-        args.num_output_heads,
-        args.q_ranks,
-        args.k_ranks,
-    )
+    H, OUT, q_ranks, k_ranks = args.num_heads, args.num_output_heads, args.q_ranks, args.k_ranks
     gate = args.q_gate + size * row * OUT
-    source, target = (
-        args.q_source + size * row * q_ranks * H,
-        args.q_target + size * row * q_ranks * OUT,
-    )
+    source, target = args.q_source + size * row * q_ranks * H, args.q_target + size * row * q_ranks * OUT
     x, y, key_source = scratch
     key_target, key_gate = key_source + step * k_ranks * H, key_source + step * k_ranks * (H + OUT)
     for o in range(OUT):
@@ -178,12 +155,7 @@ def compose_key_vector(dtype, args, row, scratch):
 def head_mixing_forward(dtype, args, item, scratch):
     """Forward kernel: one tile of keys of one batch row."""
     size, step = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * KEY_TILE_SIZE
-    H, OUT, T, S = (
-        args.num_heads,
-        args.num_output_heads,
-        args.num_queries,
-        args.num_keys,
-    )
+    H, OUT, T, S = args.num_heads, args.num_output_heads, args.num_queries, args.num_keys
     tiles = -(-S // KEY_TILE_SIZE)
     b, begin = item // tiles, item % tiles * KEY_TILE_SIZE
     x, y, keys, count = scratch, scratch + step * H, scratch + step * (H + OUT), min(KEY_TILE_SIZE, S - begin)
@@ -207,22 +179,16 @@ def backward_own_heads(dtype, args, row, scratch):
     """Compute the gradients of the term a[own] * gate: of the heads and of both gates."""
     x, keys, d_x, d_keys, sums = scratch
     size, step = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * KEY_TILE_SIZE
-    H, OUT, k_ranks = (
-        args.num_heads,
-        args.num_output_heads,
-        args.k_ranks,
-    )
+    H, OUT, k_ranks = args.num_heads, args.num_output_heads, args.k_ranks
     gate, g = args.q_gate + size * row * OUT, x + step * H
     key_gate, d_gate = keys + step * k_ranks * (H + OUT), d_keys + step * k_ranks * (H + OUT)
     for h in range(H):
         store_value(d_x + step * h, splat(simd.as_compute_scalar(dtype, 0)))
     for o in range(OUT):
         h = load_int64(args.head_of_output + 8 * o)
-        a, b, factor = (
-            load_vector(dtype, x + step * h),
-            load_vector(dtype, g + step * o),
-            splat(load_scalar(dtype, gate + size * o)),
-        )
+        a = load_vector(dtype, x + step * h)
+        b = load_vector(dtype, g + step * o)
+        factor = splat(load_scalar(dtype, gate + size * o))
         if args.num_key_gates:
             factor = vec_add(factor, load_vector(dtype, key_gate + step * o))
             accumulate_product(dtype, d_gate + step * o, a, b)
@@ -235,20 +201,14 @@ def backward_query_ranks(dtype, args, row, heads, scratch):
     """Compute the gradients of the query's low-rank term; those of its factors stay vectors, summed over keys later."""
     x, _, d_x, _, sums = scratch
     size, step = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * KEY_TILE_SIZE
-    H, OUT, ranks = (
-        args.num_heads,
-        args.num_output_heads,
-        args.q_ranks,
-    )
+    H, OUT, ranks = args.num_heads, args.num_output_heads, args.q_ranks
     head_begin, head_end, output_begin, output_end = heads
     g = x + step * H
     for r in range(ranks):
         source = args.q_source + size * (row * ranks + r) * H
         target = args.q_target + size * (row * ranks + r) * OUT
-        a, d_a = (
-            dot_with_scalars(dtype, x, source, head_begin, head_end),
-            dot_with_scalars(dtype, g, target, output_begin, output_end),
-        )
+        a = dot_with_scalars(dtype, x, source, head_begin, head_end)
+        d_a = dot_with_scalars(dtype, g, target, output_begin, output_end)
         d_source = sums + size * SIMD_WIDTH * (OUT + r * H)
         d_target = sums + size * SIMD_WIDTH * (OUT + ranks * H + r * OUT)
         for o in range(output_begin, output_end):
@@ -263,11 +223,7 @@ def backward_key_ranks(dtype, args, heads, scratch):
     """Compute the gradients of the keys' low-rank term."""
     x, keys, d_x, d_keys, _ = scratch
     step = simd.compute_itemsize(dtype) * KEY_TILE_SIZE
-    H, OUT, ranks = (
-        args.num_heads,
-        args.num_output_heads,
-        args.k_ranks,
-    )
+    H, OUT, ranks = args.num_heads, args.num_output_heads, args.k_ranks
     head_begin, head_end, output_begin, output_end = heads
     g = x + step * H
     for r in range(ranks):
@@ -285,27 +241,16 @@ def backward_key_ranks(dtype, args, heads, scratch):
 def sum_query_factor_grads(dtype, args, row, sums):
     """Reduce the vectors of gradients of one query's factors over the tile and store them."""
     size, vector = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * SIMD_WIDTH
-    H, OUT, ranks = (
-        args.num_heads,
-        args.num_output_heads,
-        args.q_ranks,
-    )
+    H, OUT, ranks = args.num_heads, args.num_output_heads, args.q_ranks
     for n in range(OUT):
-        store_value(
-            args.d_q_gate + size * (row * OUT + n),
-            reduce_sum(load_vector(dtype, sums + vector * n)),
-        )
+        store_value(args.d_q_gate + size * (row * OUT + n), reduce_sum(load_vector(dtype, sums + vector * n)))
     for n in range(ranks * H):
         store_value(
-            args.d_q_source + size * (row * ranks * H + n),
-            reduce_sum(load_vector(dtype, sums + vector * (OUT + n))),
+            args.d_q_source + size * (row * ranks * H + n), reduce_sum(load_vector(dtype, sums + vector * (OUT + n)))
         )
     sums += vector * (OUT + ranks * H)
     for n in range(ranks * OUT):
-        store_value(
-            args.d_q_target + size * (row * ranks * OUT + n),
-            reduce_sum(load_vector(dtype, sums + vector * n)),
-        )
+        store_value(args.d_q_target + size * (row * ranks * OUT + n), reduce_sum(load_vector(dtype, sums + vector * n)))
 
 
 @njit
@@ -313,12 +258,7 @@ def backward_query(dtype, args, b, t, begin, scratch):
     """Compute all gradients between one query and a tile of keys."""
     x, keys, d_x, d_keys, sums = scratch
     size, step = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * KEY_TILE_SIZE
-    H, OUT, T, S = (
-        args.num_heads,
-        args.num_output_heads,
-        args.num_queries,
-        args.num_keys,
-    )
+    H, OUT, T, S = args.num_heads, args.num_output_heads, args.num_queries, args.num_keys
     offset, count, row_stride = size * ((b * H * T + t) * S + begin), min(KEY_TILE_SIZE, S - begin), size * T * S
     grad = args.grad + size * ((b * OUT * T + t) * S + begin)
     copy_rows(dtype, (x, step), (args.input + offset, row_stride), H, count)
@@ -343,15 +283,8 @@ def backward_query(dtype, args, b, t, begin, scratch):
 def head_mixing_backward(dtype, args, item, scratch):
     """Backward kernel: one tile of keys of one batch row."""
     step = simd.compute_itemsize(dtype) * KEY_TILE_SIZE
-    H, OUT, k_ranks = (
-        args.num_heads,
-        args.num_output_heads,
-        args.k_ranks,
-    )
-    tiles, factors = (
-        -(-args.num_keys // KEY_TILE_SIZE),
-        k_ranks * (H + OUT) + args.num_key_gates,
-    )
+    H, OUT, k_ranks = args.num_heads, args.num_output_heads, args.k_ranks
+    tiles, factors = -(-args.num_keys // KEY_TILE_SIZE), k_ranks * (H + OUT) + args.num_key_gates
     b, begin = item // tiles, item % tiles * KEY_TILE_SIZE
     x, keys = scratch, scratch + step * (H + OUT)
     d_x = keys + step * factors

@@ -107,14 +107,10 @@ def load_4_keys(dtype, keys, offset):
 def load_4_keys_partial(dtype, keys, offset, bounds, scratch):
     """Load up to 16 channels of up to four keys; missing ones are zero and their memory is not read."""
     count, num_keys = bounds
-    a, b = (
-        load_row_tail(dtype, keys[0] + offset, count, scratch),
-        load_row_tail(dtype, keys[1] + offset, count if num_keys > 1 else 0, scratch),
-    )
-    c, d = (
-        load_row_tail(dtype, keys[2] + offset, count if num_keys > 2 else 0, scratch),
-        load_row_tail(dtype, keys[3] + offset, count if num_keys > 3 else 0, scratch),
-    )
+    a = load_row_tail(dtype, keys[0] + offset, count, scratch)
+    b = load_row_tail(dtype, keys[1] + offset, count if num_keys > 1 else 0, scratch)
+    c = load_row_tail(dtype, keys[2] + offset, count if num_keys > 2 else 0, scratch)
+    d = load_row_tail(dtype, keys[3] + offset, count if num_keys > 3 else 0, scratch)
     return a, b, c, d
 
 
@@ -136,22 +132,16 @@ def qk_4_heads(dtype, q, keys, bounds, scratch, to):
     zero = splat(as_compute_scalar(dtype, 0.0))
     zeros = (zero, zero, zero, zero)
     a = (zeros, zeros, zeros, zeros)
-    full, score_stride, step = (
-        dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0,
-        compute_itemsize(dtype) * KV_BLOCK_SIZE,
-        compute_itemsize(dtype) * round_up_to_simd(dim),
-    )
+    full = dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0
+    score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
+    step = compute_itemsize(dtype) * round_up_to_simd(dim)
     steps = step, step * (heads - 1)
     for n in range(0, full, SIMD_WIDTH):
         x, q_channels = load_4_keys(dtype, keys, storage_itemsize(dtype) * n), q + compute_itemsize(dtype) * n
         a = fma_4_keys_4_heads(dtype, x, q_channels, steps, a)
     for n in range(full, dim, SIMD_WIDTH):
-        x, q_channels = (
-            load_4_keys_partial(
-                dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch
-            ),
-            q + compute_itemsize(dtype) * n,
-        )
+        x = load_4_keys_partial(dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch)
+        q_channels = q + compute_itemsize(dtype) * n
         a = fma_4_keys_4_heads(dtype, x, q_channels, steps, a)
     scores = reduce_sum_16(a)
     store_quarter(to, scores, 0)
@@ -233,10 +223,8 @@ def prefetch_head(g, groups, keys):
     """Prefetch one head's share of some keys: in storage order if they are contiguous, else the head's own bytes."""
     addresses, num_keys, head_bytes, head_stride, is_contiguous = keys
     if is_contiguous:
-        begin, end = (
-            load_int64(addresses) + g * KEYS_PER_STEP * head_bytes,
-            load_int64(addresses) + num_keys * groups * head_bytes,
-        )
+        begin = load_int64(addresses) + g * KEYS_PER_STEP * head_bytes
+        end = load_int64(addresses) + num_keys * groups * head_bytes
         for line in range(begin, min(begin + KEYS_PER_STEP * head_bytes, end), 4 * CACHE_LINE_BYTES):
             prefetch_l1(line)
             prefetch_l1(line + CACHE_LINE_BYTES)
@@ -252,29 +240,15 @@ def prefetch_head(g, groups, keys):
 @njit
 def qk_block(dtype, args, q, scratch, count):
     """Compute the scores of a block for all heads, four keys at a time; prefetch later keys, then values."""
-    heads, groups, dim = (
-        args.num_heads,
-        args.num_kv_heads,
-        args.dim,
-    )
-    group_size, score_stride, step, k_head = (
-        heads // groups,
-        compute_itemsize(dtype) * KV_BLOCK_SIZE,
-        compute_itemsize(dtype) * round_up_to_simd(dim),
-        args.k_head_stride,
-    )
-    tail, distance = (
-        scratch + SCORES_OFFSET + compute_itemsize(dtype) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads)),
-        prefetch_distance(args, storage_itemsize(dtype)),
-    )
+    heads, groups, dim = args.num_heads, args.num_kv_heads, args.dim
+    group_size = heads // groups
+    score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
+    step = compute_itemsize(dtype) * round_up_to_simd(dim)
+    k_head = args.k_head_stride
+    tail = scratch + SCORES_OFFSET + compute_itemsize(dtype) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads))
+    distance = prefetch_distance(args, storage_itemsize(dtype))
     current_keys = scratch + KEYS_OFFSET, count, storage_itemsize(dtype) * dim, k_head, groups
-    next_values = (
-        scratch + VALUES_OFFSET,
-        count,
-        storage_itemsize(dtype) * args.vdim,
-        args.v_head_stride,
-        groups,
-    )
+    next_values = (scratch + VALUES_OFFSET, count, storage_itemsize(dtype) * args.vdim, args.v_head_stride, groups)
     for i in range(0, count, KEYS_PER_STEP):
         scores, num_keys = scratch + SCORES_OFFSET + compute_itemsize(dtype) * i, min(KEYS_PER_STEP, count - i)
         targets = prefetch_targets(i + distance, current_keys, next_values)
@@ -323,30 +297,22 @@ def accumulate_4_values_4_heads(dtype, to, heads_of_step, x, p):
 def pv_4_heads(dtype, scores, keys, bounds, scratch, output):
     """Add four weighted values to the outputs of four heads, or of three."""
     (dim, num_keys, heads), (to, step) = bounds, output
-    score_stride, full = (
-        compute_itemsize(dtype) * KV_BLOCK_SIZE,
-        dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0,
-    )
+    score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
+    full = dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0
     p0, p1 = load_4_weights(dtype, scores), load_4_weights(dtype, scores + score_stride)
-    p, step = (
-        (
-            p0,
-            p1,
-            load_4_weights(dtype, scores + 2 * score_stride),
-            load_4_weights(dtype, scores + (heads - 1) * score_stride),
-        ),
-        (step, heads),
+    p = (
+        p0,
+        p1,
+        load_4_weights(dtype, scores + 2 * score_stride),
+        load_4_weights(dtype, scores + (heads - 1) * score_stride),
     )
+    step = (step, heads)
     for n in range(0, full, SIMD_WIDTH):
         x, outputs = load_4_keys(dtype, keys, storage_itemsize(dtype) * n), to + compute_itemsize(dtype) * n
         accumulate_4_values_4_heads(dtype, outputs, step, x, p)
     for n in range(full, dim, SIMD_WIDTH):
-        x, outputs = (
-            load_4_keys_partial(
-                dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch
-            ),
-            to + compute_itemsize(dtype) * n,
-        )
+        x = load_4_keys_partial(dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch)
+        outputs = to + compute_itemsize(dtype) * n
         accumulate_4_values_4_heads(dtype, outputs, step, x, p)
 
 
@@ -383,10 +349,8 @@ def rescale_output(dtype, args, factors, part):
     """Multiply the outputs by their rescaling factors, for heads whose running maximum has grown."""
     vdim = args.vdim
     for h in range(args.num_heads):
-        factor, to = (
-            load_scalar(dtype, factors + compute_itemsize(dtype) * h),
-            part + compute_itemsize(dtype) * (round_up_to_simd(vdim) + 2) * h,
-        )
+        factor = load_scalar(dtype, factors + compute_itemsize(dtype) * h)
+        to = part + compute_itemsize(dtype) * (round_up_to_simd(vdim) + 2) * h
         if factor != as_compute_scalar(dtype, 1.0):
             for n in range(0, vdim, SIMD_WIDTH):
                 store_value(
@@ -398,25 +362,15 @@ def rescale_output(dtype, args, factors, part):
 @njit
 def pv_block(dtype, args, scratch, part, count, next_count):
     """Add the weighted values of a block to the outputs of all heads; prefetch later values, then the next keys."""
-    heads, groups, dim = (
-        args.num_heads,
-        args.num_kv_heads,
-        args.vdim,
-    )
-    group_size, score_stride, step, v_head = (
-        heads // groups,
-        compute_itemsize(dtype) * KV_BLOCK_SIZE,
-        compute_itemsize(dtype) * (round_up_to_simd(dim) + 2),
-        args.v_head_stride,
-    )
-    factors, distance = (
-        scratch + SCORES_OFFSET + compute_itemsize(dtype) * heads * KV_BLOCK_SIZE,
-        prefetch_distance(args, storage_itemsize(dtype)),
-    )
-    current_values, tail = (
-        (scratch + VALUES_OFFSET, count, storage_itemsize(dtype) * dim, v_head, groups),
-        factors + compute_itemsize(dtype) * round_up_to_simd(heads),
-    )
+    heads, groups, dim = args.num_heads, args.num_kv_heads, args.vdim
+    group_size = heads // groups
+    score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
+    step = compute_itemsize(dtype) * (round_up_to_simd(dim) + 2)
+    v_head = args.v_head_stride
+    factors = scratch + SCORES_OFFSET + compute_itemsize(dtype) * heads * KV_BLOCK_SIZE
+    distance = prefetch_distance(args, storage_itemsize(dtype))
+    current_values = (scratch + VALUES_OFFSET, count, storage_itemsize(dtype) * dim, v_head, groups)
+    tail = factors + compute_itemsize(dtype) * round_up_to_simd(heads)
     next_keys = (
         scratch + NEXT_BLOCK_OFFSET + KEYS_OFFSET,
         next_count,
@@ -442,16 +396,10 @@ def pv_block(dtype, args, scratch, part, count, next_count):
 @njit
 def apply_kv_scale(dtype, args, scale, scratch, count):
     """Multiply scores, or weights, by the scale of each key, or value, of an int8 cache."""
-    heads, groups, head_stride = (
-        args.num_heads,
-        args.num_kv_heads,
-        args.scale_head_stride,
-    )
+    heads, groups, head_stride = args.num_heads, args.num_kv_heads, args.scale_head_stride
     for h in range(heads):
-        x, head_scale = (
-            scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h,
-            scale + h // (heads // groups) * head_stride,
-        )
+        x = scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h
+        head_scale = scale + h // (heads // groups) * head_stride
         for i in range(count):
             store_value(
                 x + compute_itemsize(dtype) * i,
@@ -512,15 +460,10 @@ def add_bias(dtype, args, row, scratch, count):
 def online_softmax(dtype, args, scratch, part, count):
     """Replace scores by exp(score - running maximum); update maxima, sums and rescaling factors."""
     factors = scratch + SCORES_OFFSET + compute_itemsize(dtype) * args.num_heads * KV_BLOCK_SIZE
-    step, minus_inf = (
-        compute_itemsize(dtype) * (round_up_to_simd(args.vdim) + 2),
-        as_compute_scalar(dtype, -math.inf),
-    )
+    step, minus_inf = compute_itemsize(dtype) * (round_up_to_simd(args.vdim) + 2), as_compute_scalar(dtype, -math.inf)
     for h in range(args.num_heads):
-        x, max_and_sum = (
-            scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h,
-            part + step * (h + 1) - 2 * compute_itemsize(dtype),
-        )
+        x = scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h
+        max_and_sum = part + step * (h + 1) - 2 * compute_itemsize(dtype)
         for i in range(count, round_up_to_simd(count)):
             store_value(x + compute_itemsize(dtype) * i, minus_inf)
         maxima = splat(minus_inf)

@@ -132,10 +132,7 @@ class KernelSet:
     """
 
     def __init__(
-        self,
-        module: str,
-        dtype_names: dict[torch.dtype, str],
-        **functions: tuple[KernelFunction, type[KernelArgs]],
+        self, module: str, dtype_names: dict[torch.dtype, str], **functions: tuple[KernelFunction, type[KernelArgs]]
     ) -> None:
         self.module, self.dtype_names, self.functions = module, dtype_names, functions
         self.compiled_functions: dict[tuple[str, torch.dtype | None], Any] = {}  # kept alive with their addresses

@@ -141,10 +141,7 @@ def hash_table_size(batch: int) -> int:
 KV_STORAGE_DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.int8: "int8"}
 PAGED_DECODE_KERNELS = KernelSet("paged_decode_kernel", KV_STORAGE_DTYPES, attend=("run_work_items", PagedDecodeArgs))
 SCHEDULE_KERNELS = KernelSet(
-    "split_kv_schedule",
-    {},
-    plan=("plan_split_kv", PagedDecodeArgs),
-    search=("search_invalid_span", SpanSearchArgs),
+    "split_kv_schedule", {}, plan=("plan_split_kv", PagedDecodeArgs), search=("search_invalid_span", SpanSearchArgs)
 )
 
 
@@ -499,10 +496,8 @@ def _attend_paged_backward(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[
     ]
     with torch.enable_grad():
         outputs = _attend_paged_reference(leaves[0], leaves[1], leaves[2], spans, leaves[3:], ctx.softcap)
-    differentiable_leaves, output_grads = (
-        [t for t in leaves if t.requires_grad],
-        zip(outputs, (o_grad, lse_grad), strict=True),
-    )
+    differentiable_leaves = [t for t in leaves if t.requires_grad]
+    output_grads = zip(outputs, (o_grad, lse_grad), strict=True)
     differentiable_outputs, grads = zip(
         *((t, grad) for t, grad in output_grads if t.requires_grad), strict=True
     )  # lse ignores values

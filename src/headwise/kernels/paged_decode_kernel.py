@@ -91,38 +91,25 @@ def prefetch_lines_per_step(count, head_bytes, group_size, keys):
 @njit
 def qk_shared_block(dtype, args, q, scratch, count):
     """Compute the scores of a block, one key head after the other; prefetch the next head, or the first value head."""
-    heads, groups, dim = (
-        args.num_heads,
-        args.num_kv_heads,
-        args.dim,
-    )
-    group_size, score_stride, step, k_head = (
-        heads // groups,
-        compute_itemsize(dtype) * KV_BLOCK_SIZE,
-        compute_itemsize(dtype) * round_up_to_simd(dim),
-        args.k_head_stride,
-    )
+    heads, groups, dim = args.num_heads, args.num_kv_heads, args.dim
+    group_size = heads // groups
+    score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
+    step = compute_itemsize(dtype) * round_up_to_simd(dim)
+    k_head = args.k_head_stride
     tail, h = scratch + SCORES_OFFSET + compute_itemsize(dtype) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads)), 0
     position = 0, 0
     while h < heads:
         g = h // group_size
-        is_last, num_heads, position = (
-            g + 1 == groups,
-            heads_per_step((g + 1) * group_size - h),
-            position if h > g * group_size else (0, 0),
-        )
+        is_last = g + 1 == groups
+        num_heads = heads_per_step((g + 1) * group_size - h)
+        position = position if h > g * group_size else (0, 0)
         next_keys = scratch + (VALUES_OFFSET if is_last else KEYS_OFFSET), count
-        next_head = (
-            0 if is_last else (g + 1) * k_head,
-            storage_itemsize(dtype) * (args.vdim if is_last else dim),
-        )
+        next_head = (0 if is_last else (g + 1) * k_head, storage_itemsize(dtype) * (args.vdim if is_last else dim))
         lines = prefetch_lines_per_step(count, next_head[1], group_size, count)
         for i in range(0, count, KEYS_PER_STEP):
             position = prefetch_key_lines(next_keys, next_head, position, lines)
-            keys, to = (
-                key_addresses(scratch + KEYS_OFFSET + 8 * i, g * k_head),
-                scratch + SCORES_OFFSET + score_stride * h + compute_itemsize(dtype) * i,
-            )
+            keys = key_addresses(scratch + KEYS_OFFSET + 8 * i, g * k_head)
+            to = scratch + SCORES_OFFSET + score_stride * h + compute_itemsize(dtype) * i
             bounds = dim, min(KEYS_PER_STEP, count - i), num_heads
             if num_heads > 1:
                 qk_4_heads(dtype, q + step * h, keys, bounds, tail, to)
@@ -134,43 +121,30 @@ def qk_shared_block(dtype, args, q, scratch, count):
 @njit
 def pv_shared_block(dtype, args, scratch, part, count, next_count):
     """Add the weighted values of a block, one head after the other; prefetch the next head, or the following keys."""
-    heads, groups, dim = (
-        args.num_heads,
-        args.num_kv_heads,
-        args.vdim,
-    )
-    group_size, score_stride, step, v_head = (
-        heads // groups,
-        compute_itemsize(dtype) * KV_BLOCK_SIZE,
-        compute_itemsize(dtype) * (round_up_to_simd(dim) + 2),
-        args.v_head_stride,
-    )
+    heads, groups, dim = args.num_heads, args.num_kv_heads, args.vdim
+    group_size = heads // groups
+    score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
+    step = compute_itemsize(dtype) * (round_up_to_simd(dim) + 2)
+    v_head = args.v_head_stride
     factors, h = scratch + SCORES_OFFSET + compute_itemsize(dtype) * heads * KV_BLOCK_SIZE, 0
     tail = factors + compute_itemsize(dtype) * round_up_to_simd(heads)
     rescale_output(dtype, args, factors, part)
     position = 0, 0
     while h < heads:
         g = h // group_size
-        is_last, num_heads, position = (
-            g + 1 == groups,
-            heads_per_step((g + 1) * group_size - h),
-            position if h > g * group_size else (0, 0),
-        )
+        is_last = g + 1 == groups
+        num_heads = heads_per_step((g + 1) * group_size - h)
+        position = position if h > g * group_size else (0, 0)
         next_keys = (
             scratch + (NEXT_BLOCK_OFFSET + KEYS_OFFSET if is_last else VALUES_OFFSET),
             next_count if is_last else count,
         )
-        next_head = (
-            0 if is_last else (g + 1) * v_head,
-            storage_itemsize(dtype) * (args.dim if is_last else dim),
-        )
+        next_head = (0 if is_last else (g + 1) * v_head, storage_itemsize(dtype) * (args.dim if is_last else dim))
         lines = prefetch_lines_per_step(next_keys[1], next_head[1], group_size, count)
         for i in range(0, count, KEYS_PER_STEP):
             position = prefetch_key_lines(next_keys, next_head, position, lines)
-            keys, scores = (
-                key_addresses(scratch + VALUES_OFFSET + 8 * i, g * v_head),
-                scratch + SCORES_OFFSET + score_stride * h + compute_itemsize(dtype) * i,
-            )
+            keys = key_addresses(scratch + VALUES_OFFSET + 8 * i, g * v_head)
+            scores = scratch + SCORES_OFFSET + score_stride * h + compute_itemsize(dtype) * i
             bounds = dim, min(KEYS_PER_STEP, count - i), num_heads
             if num_heads > 1:
                 pv_4_heads(dtype, scores, keys, bounds, tail, (part + step * h, step))
@@ -182,17 +156,11 @@ def pv_shared_block(dtype, args, scratch, part, count, next_count):
 @njit
 def add_bias_shared(dtype, args, shared, scratch, count):
     """Add each row's bias to its scores; the rows have the same columns."""
-    groups, key_stride, order = (
-        args.num_kv_heads,
-        args.bias_key_stride,
-        args.row_order + 24 * shared[0],
-    )
+    groups, key_stride, order = args.num_kv_heads, args.bias_key_stride, args.row_order + 24 * shared[0]
     group_size = args.num_heads // groups // shared[1]
     for h in range(args.num_heads):
-        row, head = (
-            load_int64(order + 24 * (h // group_size % shared[1])),
-            h // group_size // shared[1] * group_size + h % group_size,
-        )
+        row = load_int64(order + 24 * (h // group_size % shared[1]))
+        head = h // group_size // shared[1] * group_size + h % group_size
         bias = args.bias + row * args.bias_row_stride + head * args.bias_head_stride
         add_bias_to_head(
             dtype,
@@ -217,26 +185,18 @@ def copy_vector(dtype, to, source, count):
 @njit
 def load_shared_rows(dtype, args, entry_address, q, part):
     """Copy the queries of all rows to the scratch buffer, and their partial outputs if the split has been begun."""
-    heads, groups, dim = (
-        args.num_heads,
-        args.num_kv_heads,
-        round_up_to_simd(args.dim),
-    )
-    order, rows, group_size = (
-        args.row_order + 24 * load_int64(entry_address),
-        load_int64(entry_address + 8),
-        heads // groups,
-    )
+    heads, groups, dim = args.num_heads, args.num_kv_heads, round_up_to_simd(args.dim)
+    order = args.row_order + 24 * load_int64(entry_address)
+    rows = load_int64(entry_address + 8)
+    group_size = heads // groups
     part_width = round_up_to_simd(args.vdim) + 2
     for m in range(rows):
         row = load_int64(order + 24 * m)
         first = load_int64(args.row_splits + 24 * row) + load_int64(entry_address + 40)
         partial = args.partial_outputs + first * heads * part_width * compute_itemsize(dtype)
         for g in range(groups):
-            to, q_row = (
-                (g * rows + m) * group_size,
-                args.q + (row * heads + g * group_size) * dim * compute_itemsize(dtype),
-            )
+            to = (g * rows + m) * group_size
+            q_row = args.q + (row * heads + g * group_size) * dim * compute_itemsize(dtype)
             copy_vector(dtype, q + to * dim * compute_itemsize(dtype), q_row, group_size * dim)
             if not load_int64(entry_address + 48):
                 copy_vector(
@@ -250,16 +210,10 @@ def load_shared_rows(dtype, args, entry_address, q, part):
 @njit
 def store_shared_rows(dtype, args, entry_address, part):
     """Copy the partial outputs from the scratch buffer back to each row."""
-    heads, groups, part_width = (
-        args.num_heads,
-        args.num_kv_heads,
-        round_up_to_simd(args.vdim) + 2,
-    )
-    order, rows, group_size = (
-        args.row_order + 24 * load_int64(entry_address),
-        load_int64(entry_address + 8),
-        heads // groups,
-    )
+    heads, groups, part_width = args.num_heads, args.num_kv_heads, round_up_to_simd(args.vdim) + 2
+    order = args.row_order + 24 * load_int64(entry_address)
+    rows = load_int64(entry_address + 8)
+    group_size = heads // groups
     for m in range(rows):
         first = load_int64(args.row_splits + 24 * load_int64(order + 24 * m)) + load_int64(entry_address + 40)
         to = args.partial_outputs + first * heads * part_width * compute_itemsize(dtype)
@@ -308,17 +262,11 @@ def attend_shared_prefix(dtype, args, entry, next_entry, scratch):
     """Run one plan entry for several rows, block by block, while the next block is prefetched."""
     entry_address = args.plan + PLAN_ENTRY_BYTES * entry
     q, part, shared_args = make_shared_args(dtype, args, load_int64(entry_address + 8), scratch)
-    shared, n, slot, num_remaining = (
-        (load_int64(entry_address), load_int64(entry_address + 8)),
-        load_int64(entry_address + 16),
-        load_int64(entry_address + 24),
-        load_int64(entry_address + 32),
-    )
-    row, k_scale, v_scale = (
-        load_int64(args.row_order + 24 * shared[0]),
-        args.k_scale,
-        args.v_scale,
-    )
+    shared = (load_int64(entry_address), load_int64(entry_address + 8))
+    n = load_int64(entry_address + 16)
+    slot = load_int64(entry_address + 24)
+    num_remaining = load_int64(entry_address + 32)
+    row, k_scale, v_scale = load_int64(args.row_order + 24 * shared[0]), args.k_scale, args.v_scale
     load_shared_rows(dtype, args, entry_address, q, part)
     if load_int64(entry_address + 48):
         init_partial_output(dtype, shared_args, part)
@@ -351,19 +299,12 @@ def attend_shared_prefix(dtype, args, entry, next_entry, scratch):
 @njit
 def attend_split(dtype, args, entry, next_entry, scratch):
     """Run one plan entry for one row, block by block, while the next block is prefetched."""
-    heads, entry_address = (
-        args.num_heads,
-        args.plan + PLAN_ENTRY_BYTES * entry,
-    )
-    n, slot, num_remaining = (
-        load_int64(entry_address + 16),
-        load_int64(entry_address + 24),
-        load_int64(entry_address + 32),
-    )
-    row, step = (
-        load_int64(args.row_order + 24 * load_int64(entry_address)),
-        compute_itemsize(dtype) * (round_up_to_simd(args.vdim) + 2),
-    )
+    heads, entry_address = args.num_heads, args.plan + PLAN_ENTRY_BYTES * entry
+    n = load_int64(entry_address + 16)
+    slot = load_int64(entry_address + 24)
+    num_remaining = load_int64(entry_address + 32)
+    row = load_int64(args.row_order + 24 * load_int64(entry_address))
+    step = compute_itemsize(dtype) * (round_up_to_simd(args.vdim) + 2)
     split = load_int64(args.row_splits + 24 * row) + load_int64(entry_address + 40)
     part = args.partial_outputs + split * heads * step
     q = args.q + row * heads * compute_itemsize(dtype) * round_up_to_simd(args.dim)
@@ -425,16 +366,10 @@ def store_channels(dtype, to, a, count, scratch):
 @njit
 def combine_splits(dtype, args, row):
     """Combine the splits of a row into its output and log-sum-exp."""
-    heads, vdim, itemsize = (
-        args.num_heads,
-        args.vdim,
-        compute_itemsize(dtype),
-    )
-    step, row_splits, minus_inf = (
-        itemsize * (round_up_to_simd(vdim) + 2),
-        args.row_splits + 24 * row,
-        as_compute_scalar(dtype, -math.inf),
-    )
+    heads, vdim, itemsize = args.num_heads, args.vdim, compute_itemsize(dtype)
+    step = itemsize * (round_up_to_simd(vdim) + 2)
+    row_splits = args.row_splits + 24 * row
+    minus_inf = as_compute_scalar(dtype, -math.inf)
     first, count, sink = load_int64(row_splits), load_int64(row_splits + 8), args.sink
     for h in range(heads):
         part, split_stride = args.partial_outputs + (first * heads + h) * step, heads * step
@@ -488,17 +423,13 @@ def first_plan_entry(args, item):
 def run_work_items(dtype, args):
     """Kernel `attend`, run by every thread: process work items until none remains, and combine complete rows."""
     scratch = args.scratch + fetch_and_increment(args_field_address(args, "next_thread")) * args.scratch_bytes
-    row_splits, order, item = (
-        args.row_splits,
-        args.row_order,
-        fetch_and_increment(args_field_address(args, "next_item")),
-    )
+    row_splits = args.row_splits
+    order = args.row_order
+    item = fetch_and_increment(args_field_address(args, "next_item"))
     while item < args.num_items:
-        next_item, entry, end = (
-            fetch_and_increment(args_field_address(args, "next_item")),
-            first_plan_entry(args, item),
-            load_int64(args.work_items + 8 * item + 8),
-        )
+        next_item = fetch_and_increment(args_field_address(args, "next_item"))
+        entry = first_plan_entry(args, item)
+        end = load_int64(args.work_items + 8 * item + 8)
         begin = args.plan + PLAN_ENTRY_BYTES * entry
         while entry < end:
             next_entry = entry + 1 if entry + 1 < end else first_plan_entry(args, next_item)

@@ -64,11 +64,7 @@ def load_row(dtype, args, row, scratch):
     minus_inf = simd.as_compute_scalar(dtype, -math.inf)
     inf, zero = splat(simd.as_compute_scalar(dtype, math.inf)), splat(simd.as_compute_scalar(dtype, 0))
     nan_sum, nan = zero, splat(simd.as_compute_scalar(dtype, math.nan))
-    source, maxima, end = (
-        args.scores + size * row * S,
-        splat(minus_inf),
-        S // SIMD_WIDTH * SIMD_WIDTH,
-    )
+    source, maxima, end = args.scores + size * row * S, splat(minus_inf), S // SIMD_WIDTH * SIMD_WIDTH
     mask = args.mask
     if mask:
         batch = row // (args.num_heads * T)
@@ -204,10 +200,8 @@ def solve_tau(dtype, candidates, count, alpha):
             low = tau
         else:
             high = tau
-        previous_tau, tau = (
-            tau,
-            tau + (weight_sum - simd.as_compute_scalar(dtype, weight_sum ** (one + one - alpha))) / slope,
-        )
+        previous_tau = tau
+        tau = tau + (weight_sum - simd.as_compute_scalar(dtype, weight_sum ** (one + one - alpha))) / slope
         if tau == previous_tau:
             break
         if not low < tau < high or (alpha > one + one and abs(tau - previous_tau) > half * last_step):
@@ -277,15 +271,11 @@ def gather_weighted_values(dtype, values, width, to, entries, count):
     for c in range(0, width // VALUE_STRIP_WIDTH * VALUE_STRIP_WIDTH, VALUE_STRIP_WIDTH):
         a0, a1, a2, a3 = zero, zero, zero, zero
         for n in range(count):
-            w, v = (
-                splat(load_scalar(dtype, candidates + size * n)),
-                values + size * (load_int32(indices + 4 * n) * width + c),
-            )
+            w = splat(load_scalar(dtype, candidates + size * n))
+            v = values + size * (load_int32(indices + 4 * n) * width + c)
             a0, a1 = fma(w, load_vector(dtype, v), a0), fma(w, load_vector(dtype, v + vector_bytes), a1)
-            a2, a3 = (
-                fma(w, load_vector(dtype, v + 2 * vector_bytes), a2),
-                fma(w, load_vector(dtype, v + 3 * vector_bytes), a3),
-            )
+            a2 = fma(w, load_vector(dtype, v + 2 * vector_bytes), a2)
+            a3 = fma(w, load_vector(dtype, v + 3 * vector_bytes), a3)
         store_value(to + size * c, a0)
         store_value(to + size * c + vector_bytes, a1)
         store_value(to + size * c + 2 * vector_bytes, a2)
@@ -317,10 +307,8 @@ def entmax_forward_row(dtype, args, row, scratch):
     """Compute the entmax weights of a row, or its weighted values."""
     size, S, V = simd.compute_itemsize(dtype), args.num_keys, args.value_dim
     row_scores, candidates, slopes, _, indices = row_list_addresses(dtype, args, scratch)
-    row_max, alpha = (
-        load_row(dtype, args, row, row_scores),
-        load_scalar(dtype, args.alpha + size * head_of_row(args, row)),
-    )
+    row_max = load_row(dtype, args, row, row_scores)
+    alpha = load_scalar(dtype, args.alpha + size * head_of_row(args, row))
     zero, one = simd.as_compute_scalar(dtype, 0), simd.as_compute_scalar(dtype, 1)
     tau, count = zero, 0
     if row_max != simd.as_compute_scalar(dtype, -math.inf):
@@ -351,10 +339,7 @@ def grad_of_weights(dtype, args, row, lists, count):
         return
     width = args.value_dim
     grad = args.grad + size * width * row
-    values, d_values = (
-        value_address(dtype, args, row, args.values),
-        value_address(dtype, args, row, args.d_values),
-    )
+    values, d_values = value_address(dtype, args, row, args.values), value_address(dtype, args, row, args.d_values)
     for n in range(count):
         offset = size * load_int32(indices + 4 * n) * width
         w, products = splat(load_scalar(dtype, candidates + size * n)), splat(simd.as_compute_scalar(dtype, 0))
@@ -370,17 +355,12 @@ def entmax_backward_row(dtype, args, row, scratch):
     """Compute the gradient of a row of scores, u * (g - sum(u * g) / sum(u)), and the row's part of d alpha."""
     size, S = simd.compute_itemsize(dtype), args.num_keys
     row_scores, candidates, slopes, grads, indices = row_list_addresses(dtype, args, scratch)
-    row_state, alpha = (
-        args.row_state + size * ROW_STATE_SIZE * row,
-        args.alpha + size * head_of_row(args, row),
-    )
+    row_state, alpha = args.row_state + size * ROW_STATE_SIZE * row, args.alpha + size * head_of_row(args, row)
     alpha, row_max, tau = load_scalar(dtype, alpha), load_scalar(dtype, row_state), load_scalar(dtype, row_state + size)
-    zero, count, mean, d_alpha = (
-        splat(simd.as_compute_scalar(dtype, 0)),
-        0,
-        simd.as_compute_scalar(dtype, 0),
-        simd.as_compute_scalar(dtype, 0),
-    )
+    zero = splat(simd.as_compute_scalar(dtype, 0))
+    count = 0
+    mean = simd.as_compute_scalar(dtype, 0)
+    d_alpha = simd.as_compute_scalar(dtype, 0)
     if row_max != simd.as_compute_scalar(dtype, -math.inf):
         load_row(dtype, args, row, row_scores)
         scale_scores(dtype, row_scores, S, row_max, alpha)
@@ -390,10 +370,8 @@ def entmax_backward_row(dtype, args, row, scratch):
         slope_sums, grad_sums = zero, zero
         for c in range(0, count, SIMD_WIDTH):
             slope = load_vector(dtype, slopes + size * c)
-            slope_sums, grad_sums = (
-                vec_add(slope_sums, slope),
-                fma(slope, load_vector(dtype, grads + size * c), grad_sums),
-            )
+            slope_sums = vec_add(slope_sums, slope)
+            grad_sums = fma(slope, load_vector(dtype, grads + size * c), grad_sums)
         slope_sum = reduce_sum(slope_sums)
         mean = reduce_sum(grad_sums) / slope_sum
         d_alpha = grad_alpha_of_row(dtype, (candidates, grads), count, alpha, mean)
@@ -434,11 +412,7 @@ def entmax_forward_kernel(dtype, args, item, scratch):
 @njit
 def entmax_backward_head(dtype, args, item, scratch):
     """Backward pass of all rows that read one value head, so that only this thread adds to its gradients."""
-    H, T, G = (
-        args.num_heads,
-        args.num_queries,
-        args.num_value_heads,
-    )
+    H, T, G = args.num_heads, args.num_queries, args.num_value_heads
     for h in range(H):
         if load_int64(args.value_head_of_head + 8 * h) == item % G:
             for t in range(T):

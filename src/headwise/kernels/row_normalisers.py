@@ -141,12 +141,7 @@ def masked_entmax_backward(grad: Tensor, tensors: Sequence[Tensor], value_heads:
 
 
 def _check_entmax_operands(
-    s: Tensor,
-    allowed: Tensor,
-    alpha: Tensor,
-    v: Tensor | None,
-    value_heads: Sequence[int],
-    *state: Tensor,
+    s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, value_heads: Sequence[int], *state: Tensor
 ) -> None:
     """Raise ValueError for tensors that do not fit each other; `state` is row state and gradient of a backward pass."""
     ENTMAX_CHECKS.check(s, allowed, alpha, v, *(state or (None, None)))

@@ -152,11 +152,9 @@ def dot_4_rows_1_token(dtype, w, x, y, shape, prefetch_address):
         prefetch_4_rows(dtype, prefetch_address)
         even, odd = load_4_rows(dtype, w)
         a = fma_4_rows(odd, load_vector(dtype, x + CACHE_LINE_BYTES), fma_4_rows(even, load_vector(dtype, x), a))
-        w, x, prefetch_address = (
-            advance_addresses(w, step_bytes),
-            x + stride,
-            prefetch_address + GEMV_TILE_SIZE * step_bytes,
-        )
+        w = advance_addresses(w, step_bytes)
+        x = x + stride
+        prefetch_address = prefetch_address + GEMV_TILE_SIZE * step_bytes
     if width % GEMV_STEP:
         a = fma_4_rows(load_4_rows_tail(dtype, w), load_vector(dtype, x), a)
     store_4_sums(dtype, y, a)
@@ -171,49 +169,33 @@ def dot_4_rows_4_tokens(dtype, w, x, y, shape, prefetch_address):
     """
     width, stride, step = shape
     prefetch_step = GEMV_TILE_SIZE * storage_itemsize(dtype) * GEMV_STEP if prefetch_address else 0
-    a0, a1, a2, a3, step_bytes = (
-        zero_sums(dtype),
-        zero_sums(dtype),
-        zero_sums(dtype),
-        zero_sums(dtype),
-        storage_itemsize(dtype) * GEMV_STEP,
-    )
+    a0 = zero_sums(dtype)
+    a1 = zero_sums(dtype)
+    a2 = zero_sums(dtype)
+    a3 = zero_sums(dtype)
+    step_bytes = storage_itemsize(dtype) * GEMV_STEP
     token_addresses, tail_addresses = x
     for _ in range(width // GEMV_STEP):
         if prefetch_step:
             prefetch_4_rows(dtype, prefetch_address)
         even, odd = load_4_rows(dtype, w)
-        a0, a1 = (
-            fma_4_rows(even, load_vector(dtype, token_addresses[0]), a0),
-            fma_4_rows(even, load_vector(dtype, token_addresses[1]), a1),
-        )
-        a2, a3 = (
-            fma_4_rows(even, load_vector(dtype, token_addresses[2]), a2),
-            fma_4_rows(even, load_vector(dtype, token_addresses[3]), a3),
-        )
-        a0, a1 = (
-            fma_4_rows(odd, load_vector(dtype, token_addresses[0] + CACHE_LINE_BYTES), a0),
-            fma_4_rows(odd, load_vector(dtype, token_addresses[1] + CACHE_LINE_BYTES), a1),
-        )
-        a2, a3 = (
-            fma_4_rows(odd, load_vector(dtype, token_addresses[2] + CACHE_LINE_BYTES), a2),
-            fma_4_rows(odd, load_vector(dtype, token_addresses[3] + CACHE_LINE_BYTES), a3),
-        )
-        w, token_addresses, prefetch_address = (
-            advance_addresses(w, step_bytes),
-            advance_addresses(token_addresses, stride),
-            prefetch_address + prefetch_step,
-        )
+        a0 = fma_4_rows(even, load_vector(dtype, token_addresses[0]), a0)
+        a1 = fma_4_rows(even, load_vector(dtype, token_addresses[1]), a1)
+        a2 = fma_4_rows(even, load_vector(dtype, token_addresses[2]), a2)
+        a3 = fma_4_rows(even, load_vector(dtype, token_addresses[3]), a3)
+        a0 = fma_4_rows(odd, load_vector(dtype, token_addresses[0] + CACHE_LINE_BYTES), a0)
+        a1 = fma_4_rows(odd, load_vector(dtype, token_addresses[1] + CACHE_LINE_BYTES), a1)
+        a2 = fma_4_rows(odd, load_vector(dtype, token_addresses[2] + CACHE_LINE_BYTES), a2)
+        a3 = fma_4_rows(odd, load_vector(dtype, token_addresses[3] + CACHE_LINE_BYTES), a3)
+        w = advance_addresses(w, step_bytes)
+        token_addresses = advance_addresses(token_addresses, stride)
+        prefetch_address = prefetch_address + prefetch_step
     if width % GEMV_STEP:
         part = load_4_rows_tail(dtype, w)
-        a0, a1 = (
-            fma_4_rows(part, load_vector(dtype, tail_addresses[0]), a0),
-            fma_4_rows(part, load_vector(dtype, tail_addresses[1]), a1),
-        )
-        a2, a3 = (
-            fma_4_rows(part, load_vector(dtype, tail_addresses[2]), a2),
-            fma_4_rows(part, load_vector(dtype, tail_addresses[3]), a3),
-        )
+        a0 = fma_4_rows(part, load_vector(dtype, tail_addresses[0]), a0)
+        a1 = fma_4_rows(part, load_vector(dtype, tail_addresses[1]), a1)
+        a2 = fma_4_rows(part, load_vector(dtype, tail_addresses[2]), a2)
+        a3 = fma_4_rows(part, load_vector(dtype, tail_addresses[3]), a3)
     store_4_sums(dtype, advance_addresses(y, step[0]), a0)
     store_4_sums(dtype, advance_addresses(y, step[1]), a1)
     store_4_sums(dtype, advance_addresses(y, step[2]), a2)
@@ -236,23 +218,15 @@ def four_offsets(first, count, stride):
 def multiply_block(dtype, args, block, scratch, next_block):
     """Multiply a block of rows of one matrix with all tokens; prefetch from the address `next_block`."""
     w, rows, y = block
-    tokens, width, step = (
-        args.num_tokens,
-        args.width,
-        storage_itemsize(dtype) * args.num_rows,
-    )
+    tokens, width, step = args.num_tokens, args.width, storage_itemsize(dtype) * args.num_rows
     tile_size = min(tokens, GEMV_TILE_SIZE)
-    row_bytes, token_stride, tail = (
-        storage_itemsize(dtype) * width,
-        2 * CACHE_LINE_BYTES * tile_size,
-        scratch + 4 * (width // GEMV_STEP * GEMV_STEP) * tile_size,
-    )
+    row_bytes = storage_itemsize(dtype) * width
+    token_stride = 2 * CACHE_LINE_BYTES * tile_size
+    tail = scratch + 4 * (width // GEMV_STEP * GEMV_STEP) * tile_size
     for n in range(0, rows, GEMV_TILE_SIZE):
-        rows_w, to, prefetch_address = (
-            advance_addresses(four_offsets(n, rows, row_bytes), w),
-            advance_addresses(four_offsets(n, rows, storage_itemsize(dtype)), y),
-            w + row_bytes * (n + GEMV_TILE_SIZE) + GEMV_PREFETCH_BYTES,
-        )
+        rows_w = advance_addresses(four_offsets(n, rows, row_bytes), w)
+        to = advance_addresses(four_offsets(n, rows, storage_itemsize(dtype)), y)
+        prefetch_address = w + row_bytes * (n + GEMV_TILE_SIZE) + GEMV_PREFETCH_BYTES
         if prefetch_address >= w + row_bytes * rows:
             prefetch_address += next_block - w - row_bytes * rows
         if tokens == 1:
@@ -335,11 +309,9 @@ def rotate_head(dtype, x, y, width, pairs, cos_sin):
     """Rotate one head of one token."""
     half = storage_itemsize(dtype) * pairs
     for c in range(0, pairs, SIMD_WIDTH):
-        cos, sin, offset = (
-            load_vector(dtype, cos_sin + compute_itemsize(dtype) * c),
-            load_vector(dtype, cos_sin + compute_itemsize(dtype) * (pairs + c)),
-            storage_itemsize(dtype) * c,
-        )
+        cos = load_vector(dtype, cos_sin + compute_itemsize(dtype) * c)
+        sin = load_vector(dtype, cos_sin + compute_itemsize(dtype) * (pairs + c))
+        offset = storage_itemsize(dtype) * c
         a, b = load_storage(dtype, x + offset), load_storage(dtype, x + half + offset)
         store_storage(dtype, y + offset, vec_sub(vec_mul(a, cos), vec_mul(b, sin)))
         store_storage(dtype, y + half + offset, vec_add(vec_mul(a, sin), vec_mul(b, cos)))

@@ -35,10 +35,7 @@ PLAN_ENTRY_BYTES = (
 def count_shared_spans(args, row, other_row, n):
     """Return the number of leading spans that two rows share; the first n are known to be equal."""
     count = args.num_spans
-    spans, other_spans = (
-        args.spans + 24 * row * count,
-        args.spans + 24 * other_row * count,
-    )
+    spans, other_spans = args.spans + 24 * row * count, args.spans + 24 * other_row * count
     while (
         n < count
         and load_int64(spans + 24 * n) == load_int64(other_spans + 24 * n)
@@ -52,11 +49,7 @@ def count_shared_spans(args, row, other_row, n):
 @njit
 def find_row_with_page(args, row):
     """Return True if an earlier row begins with the same page; otherwise add this row to the hash table."""
-    hash_table, last, step = (
-        args.page_hash_table,
-        hash_table_size(args.batch) - 1,
-        24 * args.num_spans,
-    )
+    hash_table, last, step = args.page_hash_table, hash_table_size(args.batch) - 1, 24 * args.num_spans
     page = load_int64(args.spans + step * row)
     n = page & last
     while load_int64(hash_table + 8 * n) >= 0:
@@ -95,12 +88,7 @@ def split_row(args, order_index, n):
     Also replaces the row's count of shared spans by its shared keys, and stores its number of keys. Returns the next
     split number; a row without keys has one split.
     """
-    entry, starts, num_keys, num_shared = (
-        args.row_order + 24 * order_index,
-        args.split_starts,
-        0,
-        0,
-    )
+    entry, starts, num_keys, num_shared = args.row_order + 24 * order_index, args.split_starts, 0, 0
     count, spans = args.num_spans, load_int64(entry + 8)
     span = args.spans + 24 * load_int64(entry) * count
     store_value(starts + 24 * n + 16, 0)
@@ -160,10 +148,7 @@ def shares_whole_split(args, order_index, rows, begin):
 @njit
 def advance_position(args, row, position, count):
     """Return the span and slot of the key `count` keys after a position of a row."""
-    (n, slot), spans = (
-        position,
-        args.spans + 24 * row * args.num_spans,
-    )
+    (n, slot), spans = position, args.spans + 24 * row * args.num_spans
     while count > 0:
         step = max(0, min(count, load_int64(spans + 24 * n + 16) - slot))
         slot, count = slot + step, count - step
@@ -187,11 +172,9 @@ def plan_split_by_sharing(args, entry, order_index, rows, split):
     for begin in range(KV_SPLIT_SIZE * split, KV_SPLIT_SIZE * (split + 1), KV_BLOCK_SIZE):
         first = 0
         while first < rows:
-            first_index, num_rows, num_keys = (
-                order_index + first,
-                1,
-                load_int64(order + 24 * (order_index + first) + 16),
-            )
+            first_index = order_index + first
+            num_rows = 1
+            num_keys = load_int64(order + 24 * (order_index + first) + 16)
             while first + num_rows < rows and shares_block_with_previous(args, first_index + num_rows, begin):
                 num_rows += 1
             if begin < num_keys:
@@ -231,10 +214,7 @@ def count_rows_sharing_block(args, order_index, begin, max_rows):
 @njit
 def plan_shared_split(args, entry, order_index, split, max_rows):
     """Write the plan entries of one split for a row and the following rows that share its first block."""
-    order, rows = (
-        args.row_order,
-        count_rows_sharing_block(args, order_index, KV_SPLIT_SIZE * split, max_rows),
-    )
+    order, rows = args.row_order, count_rows_sharing_block(args, order_index, KV_SPLIT_SIZE * split, max_rows)
     for other_index in range(order_index + 1, order_index + rows):
         first = load_int64(args.row_splits + 24 * load_int64(order + 24 * other_index))
         store_value(args.split_starts + 24 * (first + split) + 16, 1)
@@ -251,11 +231,7 @@ def plan_shared_split(args, entry, order_index, split, max_rows):
 @njit
 def lay_out_plan_tables(args):
     """Write the addresses of the plan's tables into the kernel arguments, sized for `args.max_splits` splits."""
-    max_splits, batch, begin = (
-        args.max_splits,
-        args.batch,
-        args.plan,
-    )
+    max_splits, batch, begin = args.max_splits, args.batch, args.plan
     store_arg(args, "work_items", begin + PLAN_ENTRY_BYTES * 4 * max_splits)
     store_arg(args, "split_starts", args.work_items + 8 * (max_splits + 1))
     store_arg(args, "row_splits", args.split_starts + 24 * max_splits)
@@ -271,10 +247,7 @@ def plan_split_kv(args):
     order, n, entry, item = args.row_order, 0, 0, 0
     order_rows_by_prefix(args)
     for order_index in range(args.batch):
-        row_split, end = (
-            args.row_splits + 24 * load_int64(order + 24 * order_index),
-            split_row(args, order_index, n),
-        )
+        row_split, end = args.row_splits + 24 * load_int64(order + 24 * order_index), split_row(args, order_index, n)
         store_value(row_split, n)
         store_value(row_split + 8, end - n)
         store_value(row_split + 16, 0)
@@ -296,21 +269,10 @@ def fill_block_addresses(args, row, n, slot, scratch, count):
 
     Returns the span and slot after the last of them.
     """
-    spans, page = (
-        args.spans + 24 * row * args.num_spans,
-        args.page_size,
-    )
+    spans, page = args.spans + 24 * row * args.num_spans, args.page_size
     k, v = args.k, args.v
-    k_page, v_page, s_page = (
-        args.k_page_stride,
-        args.v_page_stride,
-        args.scale_page_stride,
-    )
-    k_slot, v_slot, s_slot = (
-        args.k_slot_stride,
-        args.v_slot_stride,
-        args.scale_slot_stride,
-    )
+    k_page, v_page, s_page = args.k_page_stride, args.v_page_stride, args.scale_page_stride
+    k_slot, v_slot, s_slot = args.k_slot_stride, args.v_slot_stride, args.scale_slot_stride
     for i in range(count):
         while slot >= load_int64(spans + 24 * n + 16):
             n += 1
@@ -330,10 +292,8 @@ def prepare_next_block(args, entry, scratch):
     if entry < 0:
         return 0
     entry_address = args.plan + PLAN_ENTRY_BYTES * entry
-    row, count = (
-        load_int64(args.row_order + 24 * load_int64(entry_address)),
-        min(load_int64(entry_address + 32), KV_BLOCK_SIZE),
-    )
+    row = load_int64(args.row_order + 24 * load_int64(entry_address))
+    count = min(load_int64(entry_address + 32), KV_BLOCK_SIZE)
     fill_block_addresses(
         args, row, load_int64(entry_address + 16), load_int64(entry_address + 24), scratch + NEXT_BLOCK_OFFSET, count
     )

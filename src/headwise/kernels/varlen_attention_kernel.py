@@ -128,10 +128,7 @@ def recompute_weights(dtype, args, q, scratch, sequence):
 def varlen_forward(dtype, args, item, indices):
     """Forward kernel: one sequence and the query heads of one key head; scores, softmax, weighted values."""
     size, dim, vdim = simd.compute_itemsize(dtype), args.dim, args.vdim
-    group_size, output_stride = (
-        args.group_size,
-        size * vdim * args.num_kv_heads * args.group_size,
-    )
+    group_size, output_stride = args.group_size, size * vdim * args.num_kv_heads * args.group_size
     fill_indices(dtype, indices)
     sequence = sequence_of_item(args, item)
     first, queries, begin, count, g = sequence
@@ -161,11 +158,7 @@ def backward_head(dtype, args, h, scratch, sequence):
     size, dim, vdim = simd.compute_itemsize(dtype), args.dim, args.vdim
     indices, keys, values = scratch
     first, queries, begin, count, g = sequence
-    row_bytes, groups, group_size = (
-        size * round_up_to_simd(count),
-        args.num_kv_heads,
-        args.group_size,
-    )
+    row_bytes, groups, group_size = size * round_up_to_simd(count), args.num_kv_heads, args.group_size
     weights = values + row_bytes * vdim
     weight_grads, accumulate = weights + row_bytes * queries, h > g * group_size
     q = args.q + args.q_token_stride * first + args.q_head_stride * h

@@ -13,7 +13,7 @@ from ..inspect.ablation import ablate
 from ..interfaces.core_types import Probe
 from ..models import Transformer, build
 from ..nn.attention import Attention
-from ..nn.depth_init import depth_scaled_init
+from ..nn.initialisation import depth_scaled_init
 from ..presets import design, from_toml
 from ..surgery.attention_replacement import AttentionChange, replace_attentions
 from ..surgery.conversion import Pool, ToCollaborative, convert

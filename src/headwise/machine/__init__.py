@@ -3,6 +3,6 @@
 Reading order:
 
 - `capabilities`: processor, instruction sets, cores, caches, NUMA nodes, and the class of machine
-- `takeover_points`: the smallest sizes from which own paths run, from a table per class or from a calibration
-- `calibration_file`: the calibration that `headwise bench --calibrate` keeps in the user's cache folder
+- `takeover_points`: the smallest sizes from which own paths run, from a table per class or from the calibration that
+  `headwise bench --calibrate` keeps in the user's cache folder
 """

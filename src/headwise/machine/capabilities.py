@@ -41,7 +41,6 @@ MACOS_CACHES = {  # cache level by entry of sysctl; the performance cores' entri
     "hw.l2cachesize": 2,
     "hw.l3cachesize": 3,
 }
-BF16_INSTRUCTIONS = frozenset({"AVX-512 bf16", "AMX bf16", "bf16"})
 TORCH_LEVELS_WITHOUT_AVX512 = ("AVX2", "DEFAULT", "NO AVX")  # of `torch.backends.cpu.get_cpu_capability`
 MACHINE_CLASSES = ("x86-avx2", "x86-avx512", "x86-avx512-bf16", "x86-amx", "aarch64", "aarch64-bf16", "cuda", "other")
 SIZE_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -85,11 +84,6 @@ class MachineCapabilities:
         if self.architecture in ("aarch64", "arm64"):
             return "aarch64-bf16" if "bf16" in have else "aarch64"
         return "other"
-
-    @property
-    def has_bf16(self) -> bool:
-        """Whether the processor multiplies bfloat16 numbers by instructions of its own."""
-        return bool(BF16_INSTRUCTIONS & set(self.instructions))
 
     @property
     def last_level_cache_bytes(self) -> int | None:

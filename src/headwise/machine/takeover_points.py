@@ -5,26 +5,135 @@ without an entry, torch's path runs at every size: a kernel that was not timed t
 torch's own operations on fewer numbers have one entry for all classes. A calibration of this very machine
 (`headwise bench --calibrate`) replaces the table, for the number of threads that it was made with.
 
+Calibrations are kept in the user's cache folder, in one file per number of threads. A file is used only if it is of
+this processor, these instruction sets, this number of threads, and these versions of headwise and torch; otherwise the
+reason is reported, and nothing is assumed.
+
 The environment variable HEADWISE_MACHINE_CLASS selects the entries of a class by name and ignores calibrations, for
 results that do not depend on the machine.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from . import calibration_file
-from .calibration_file import Calibration
 from .capabilities import MACHINE_CLASSES, MachineCapabilities, this_machine
+
+NEVER_TEXT = "never"  # infinity, which JSON has no number for
+FIELDS = ("processor", "instructions", "threads", "versions", "when", "points")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Measured take-over points of one machine; `when` is in seconds since 1970."""
+
+    processor: str
+    instructions: tuple[str, ...]
+    threads: int
+    versions: str
+    when: float
+    points: Mapping[str, float]
+
+    def describe(self) -> str:
+        """Date, threads and versions."""
+        date = time.strftime("%Y-%m-%d", time.gmtime(self.when))
+        return f"{date}, {self.threads} thread{'s' if self.threads > 1 else ''}, {self.versions}"
+
+    def conflict(self, machine: MachineCapabilities, threads: int) -> str:
+        """Why the calibration does not hold for this machine and number of threads; "" if it does."""
+        if self.processor != machine.processor or self.instructions != machine.instructions:
+            return f"is of another machine ({self.processor}, not {machine.processor})"
+        if self.threads != threads:
+            return f"was made with {self.threads} threads, not {threads}"
+        if self.versions != installed_versions():
+            return f"was made with {self.versions}, not {installed_versions()}"
+        return ""
+
+
+def installed_versions() -> str:
+    """The versions that a calibration holds for."""
+    try:
+        own = version("headwise")
+    except PackageNotFoundError:
+        own = "unknown"
+    return f"headwise {own}, torch {torch.__version__}"
+
+
+def user_cache_folder() -> Path:
+    """The folder of measurements and compiled kernels, which headwise can make again.
+
+    It is `headwise` in $XDG_CACHE_HOME, or in ~/.cache. RuntimeError without a home folder.
+    """
+    chosen = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(chosen) if os.path.isabs(chosen) else Path.home() / ".cache") / "headwise"
+
+
+def calibration_path(threads: int) -> Path:
+    """The file of a number of threads; RuntimeError without a home folder."""
+    return user_cache_folder() / f"calibration-{threads}-thread{'s' if threads > 1 else ''}.json"
+
+
+def read_calibration(machine: MachineCapabilities, threads: int) -> tuple[Calibration | None, str]:
+    """The calibration of this machine; or None, and why there is a file that is not used ("" if there is none)."""
+    try:
+        path = calibration_path(threads)
+        text = path.read_text()
+    except FileNotFoundError:
+        return None, _other_threads_note(machine, threads)
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # RuntimeError: no home folder
+        return None, f"the calibration cannot be read: {error}"
+    remedy = "it is not used; run headwise bench --calibrate"
+    try:
+        calibration = _parse(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None, f"the calibration in {path} is damaged; {remedy}"
+    conflict = calibration.conflict(machine, threads)
+    return (None, f"the calibration in {path} {conflict}; {remedy}") if conflict else (calibration, "")
+
+
+def write_text_of(calibration: Calibration) -> str:
+    """The calibration as the text of its file."""
+    points = {name: NEVER_TEXT if math.isinf(size) else size for name, size in calibration.points.items()}
+    return json.dumps(asdict(calibration) | {"points": points}, indent=1) + "\n"
+
+
+def _other_threads_note(machine: MachineCapabilities, threads: int) -> str:
+    """A note about calibrations of this machine that were made with other numbers of threads."""
+    others = []
+    for path in sorted(calibration_path(threads).parent.glob("calibration-*.json")):
+        try:
+            calibration = _parse(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            continue
+        if not calibration.conflict(machine, calibration.threads):
+            others.append(str(calibration.threads))
+    if not others:
+        return ""
+    return f"the calibration for {' and '.join(others)} threads is not used, because torch has {threads} now"
+
+
+def _parse(document: Any) -> Calibration:
+    """Check and convert the document of a file."""
+    if set(document) != set(FIELDS):
+        raise ValueError("unknown fields")
+    points = {name: math.inf if size == NEVER_TEXT else float(size) for name, size in document["points"].items()}
+    if any(size < 0 or math.isnan(size) for size in points.values()):
+        raise ValueError("sizes below 0")
+    values = document | {"instructions": tuple(document["instructions"]), "points": points}
+    return Calibration(**values)
+
 
 TABLE_FILE = Path(__file__).with_name("takeover_points.toml")
 CLASS_VARIABLE = "HEADWISE_MACHINE_CLASS"
@@ -214,7 +323,7 @@ def _find_points(machine: MachineCapabilities, threads: int) -> TakeoverPoints:
             raise ValueError(f"{CLASS_VARIABLE} is {chosen!r}; use one of {', '.join(MACHINE_CLASSES)}")
         return points_of_class(chosen)
     table = points_of_class(machine.machine_class, threads)
-    calibration, problem = calibration_file.read_calibration(machine, threads)
+    calibration, problem = read_calibration(machine, threads)
     if calibration is None:
         return TakeoverPoints(table.machine_class, table.points, None, problem)
     measured = {name: TakeoverPoint(size, "this machine") for name, size in calibration.points.items()}

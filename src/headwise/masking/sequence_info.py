@@ -65,11 +65,7 @@ class SequenceInfo:
 
     @staticmethod
     def from_batch(
-        x: Tensor,
-        *,
-        lengths: Sequence[int] | Tensor | None = None,
-        segments: Tensor | None = None,
-        pad: str = "right",
+        x: Tensor, *, lengths: Sequence[int] | Tensor | None = None, segments: Tensor | None = None, pad: str = "right"
     ) -> SequenceInfo:
         """The sequence info of a batch x [B, T, ...].
 

@@ -3,9 +3,9 @@
 In reading order:
 
 - `transformer`: `build` and the `Transformer` module, with encoding, caching and probes; `ModelCache`
-- `block`: one layer (attention, cross-attention, feed-forward and their norms) and a stack of layers
+- `block`: one layer (attention, cross-attention, feed-forward and their norms; a gated recurrent unit or a causal
+  convolution in place of self-attention) and a stack of layers
 - `feed_forward`: activations, norms, feed-forwards and mixtures of experts
-- `sequence_mixers`: a gated recurrent unit or a causal convolution in place of self-attention
 - `embeddings_heads`: token, patch and position embeddings; output heads and their pooling
 - `initialisation`: initial weights ("xavier", "depth", "gpt2")
 - `save_load`: the folder format, with checksums and the tokenizer

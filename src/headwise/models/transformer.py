@@ -15,10 +15,9 @@ from ..errors import SpecError, suggest
 from ..interfaces.core_types import Probe
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ModelSpec, ProcessorSpec
-from .block import LayerInputs, LayerStack
+from .block import LayerInputs, LayerStack, last_states
 from .embeddings_heads import OutputHead, TokenTypeInput
 from .initialisation import initialise_model
-from .sequence_mixers import last_states
 
 # --- Caches of a model ---------------------------------------------------------------------------------
 

@@ -40,11 +40,9 @@ from ..interfaces import Mix
 from ..interfaces.core_types import PartParams, Probe, QueryContext
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from ..spec.attention_spec import AttentionSpec
-from . import call_validation
-from .attention_call import AttentionArguments, CallPlanner, LayerState, PlannedCall
-from .bound_parts import BoundParts, StepObserver
+from .attention_call import AttentionArguments, CallPlanner, LayerState, PlannedCall, check_source, copy_cache
+from .bound_parts import NO_SHARED, BoundParts, PartWeights, StepObserver, check_shared, shared_within
 from .parallel_context import HasParallelContext
-from .part_weights import NO_SHARED, PartWeights, check_shared, shared_within
 
 
 class Attention(HasParallelContext, nn.Module):
@@ -196,7 +194,7 @@ class Attention(HasParallelContext, nn.Module):
 
         observed = copy.copy(self)
         observed.attend = attend
-        observed.forward(x, cache=call_validation.copy_cache(cache), **options)
+        observed.forward(x, cache=copy_cache(cache), **options)
         return reports[0]
 
     def merge_heads(self, o_BTOV: Tensor) -> Tensor:
@@ -209,7 +207,7 @@ class Attention(HasParallelContext, nn.Module):
 
     def project_source(self, z: Tensor, *, sequence: SequenceInfo | None = None) -> ProjectedSource:
         """Keys and values of another sequence, projected once; pass them as `source` to any number of calls."""
-        call_validation.check_source(self.spec, z, sequence, self._state.weight)
+        check_source(self.spec, z, sequence, self._state.weight)
         sequence = sequence or SequenceInfo.contiguous(0, z.shape[1], z.device)
         self.planner.check_positions(sequence)
         transforms = self.parts.qk_transforms(sequence.position)

@@ -19,7 +19,7 @@ from ..kernels.autograd_guards import is_under_functorch
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from ..presets import design_core
 from ..spec.attention_spec import AttentionSpec
-from .part_weights import PartWeights
+from .bound_parts import PartWeights
 
 MAX_PLANS = 1024
 

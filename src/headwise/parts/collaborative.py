@@ -276,11 +276,7 @@ class Collaborative(Project):
     def project_kv(self, z_BSE: Tensor, transform: TransformsQK, p: PartParams) -> dict[str, Tensor]:
         v = F.linear(z_BSE, p["v"], p["v_bias"] if self.bias else None)
         v_BSGV = v.unflatten(-1, (-1, p.sizes["vdim"]))
-        return {
-            "k": F.linear(z_BSE, p["k"]),
-            "content": F.linear(z_BSE, p["content"]),
-            "v": transform(v_BSGV, "v"),
-        }
+        return {"k": F.linear(z_BSE, p["k"]), "content": F.linear(z_BSE, p["content"]), "v": transform(v_BSGV, "v")}
 
     def expand_kv(self, entry: Mapping[str, Tensor], transform: TransformsQK, p: PartParams) -> tuple[Tensor, Tensor]:
         return torch.cat([entry["k"], entry["content"]], -1)[..., None, :], entry["v"]

@@ -110,7 +110,7 @@ class ContinuousBias(ScoreStep):
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         from .dot_product import Dot
-        from .qk_norm import QKNorm
+        from .rms_norms import QKNorm
 
         yield base(modifiers=(cls(rows=3, columns=2, hidden=5),), kv=2)
         yield base(

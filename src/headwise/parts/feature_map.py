@@ -1,9 +1,13 @@
-"""Linear attention: scores are products of a feature map of the query and a feature map of the key."""
+"""Linear attention: scores are products of feature maps of query and key, and `Sum` divides them by their sum.
+
+Also helpers for computations that must not run in the layer's low precision or under autocast.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import ClassVar
 
@@ -11,13 +15,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..interfaces import Similarity
+from ..interfaces import Normaliser, Similarity
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CallSize, CoreShape, Param, PartParams, Phase, SpecFactory
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import fixed_values
-from .precision import to_at_least_float32, without_autocast
+
+
+def to_at_least_float32(x: Tensor) -> Tensor:
+    """x converted to float32 if its dtype is less precise."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which matrix products run in the dtype of their operands, without autocast."""
+    kind = x.device.type
+    lowered = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if lowered else nullcontext()
+
 
 FEATURE_MAP_KINDS = ("elu", "relu", "favor")
 MAX_EXPONENT = 64.0  # of a key's feature; float32 overflows at 88, and the sum over keys times values needs the rest
@@ -192,8 +208,6 @@ class FeatureMap(Similarity):
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
-        from .sum_normaliser import Sum
-
         yield base(similarity=cls(), normaliser=Sum(), kv=2, vdim=5)
         yield base(similarity=cls(kind="relu"), normaliser=Sum(), pattern="window(4)", kv=3)
         yield base(similarity=cls(kind="favor", draws=9, seed=1), normaliser=Sum(), pattern="causal", kv=2, vdim=5)
@@ -221,3 +235,53 @@ def sample_orthogonal_gaussian(seed: int, shape: tuple[int, ...]) -> Tensor:
         blocks.append(q * r.diagonal().sign())  # the signs make the rotation uniformly distributed
     lengths = sample(count, dim).norm(dim=1, keepdim=True)
     return fixed_values((torch.cat(blocks)[:count] * lengths).flatten().tolist())(shape)
+
+
+@part
+class Sum(Normaliser):
+    """w_j = s_j / (eps + sum of s), for similarities that are never negative (2006.16236). A row of zeros stays zero.
+
+    With `eps` = 0, as in the paper, weights sum to one. The authors' code adds eps=1e-6.
+
+    >>> import torch
+    >>> Sum().normalise_row(torch.tensor([1.0, 3.0]), {}).tolist()
+    [0.25, 0.75]
+    >>> Sum(eps=1.0).normalise_row(torch.tensor([1.0, 2.0]), {}).tolist()
+    [0.25, 0.5]
+    """
+
+    paper = "2006.16236"
+    disagreements: ClassVar[tuple[str, ...]] = (
+        "The paper divides by the sum of the scores; its code adds 1e-6 to the sum: see `eps` of `Sum`, by default 0.",
+    )
+    sums_to_one: ClassVar[bool] = True
+    proportional: ClassVar[bool] = True
+    eps: float = 0.0
+
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
+        if spec.similarity.signed:
+            name = type(spec.similarity).__name__
+            yield f"Sum needs scores that are never negative, unlike {name}; use similarity FeatureMap()"
+        if not self.eps >= 0:
+            yield f"Sum(eps={self.eps!r}) is negative; use 1e-6 as in the authors' code, or leave it out"
+        elif self.eps and spec.similarity.has_arbitrary_scale():
+            name = repr(spec.similarity)
+            yield f"Sum(eps={self.eps!r}) needs scores of a known scale, unlike {name}; use the eps of the similarity"
+
+    def divisor(self, total: Tensor) -> Tensor:
+        return total + self.eps if self.eps else total.masked_fill(total == 0, 1.0)
+
+    def always_sums_to_one(self) -> bool:
+        return self.eps == 0
+
+    def normalise_row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
+        return s_S / self.divisor(s_S.sum())
+
+    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
+        s_BHTS = s_BHTS.masked_fill(~allowed, 0.0)
+        return s_BHTS / self.divisor(s_BHTS.sum(-1, keepdim=True))
+
+    @classmethod
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
+        yield base(normaliser=cls(), similarity=FeatureMap(), pattern="causal")
+        yield base(normaliser=cls(eps=0.5), similarity=FeatureMap(), pattern="causal", kv=2)

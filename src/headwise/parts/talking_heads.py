@@ -117,7 +117,7 @@ class TalkingHeads(Mix):
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
-        from .alibi import Alibi
+        from .relative_position_bias import Alibi
 
         yield base(modifiers=(cls(),), pattern="causal", kv=2)
         yield base(modifiers=(cls(on="scores"), cls(on="weights")), pattern="window(4)", vdim=5)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..generation.decoding_state import sample_tokens
-from ..generation.token_scores import TokenLogprob
+from ..generation.text_output import TokenLogprob
 from ..models import Transformer
 from .kv_memory import KVMemory
 from .requests import ServingRequest, split_by_size, split_prefill

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from ..cache import PagedSequence
 from ..generation.decoding_config import DecodingConfig
-from ..generation.text_output import Completion
-from ..generation.token_scores import TokenLogprob
+from ..generation.text_output import Completion, TokenLogprob
 from ..ops.counter_rng import RandomStream as Numbers
 from .kv_memory import BatchingConfig, CacheSlot
 

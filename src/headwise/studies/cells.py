@@ -17,10 +17,9 @@ from ..errors import SpecError
 from ..model_spec import ModelSpec, serialization as model_serialization
 from ..models import build
 from ..training.evaluation import sum_batch_metrics
-from ..training.loss import check_model
 from ..training.recipe import Recipe, from_dict, to_dict
 from ..training.run_setup import TrainingSetup
-from ..training.train_step import StepOptions, TrainStep
+from ..training.train_step import StepOptions, TrainStep, check_model
 from .study_file import CELL_EXECUTION, Readout, Study, StudyTask, Variant
 from .variant_models import VariantModel, make_variant_model
 

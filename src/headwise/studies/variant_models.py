@@ -14,7 +14,7 @@ from ..costs.workload import Workload
 from ..data import Batch, Task
 from ..data.synthetic_task import NETWORKS, ModelShape, make_small_decoder, make_small_encoder, make_small_translator
 from ..errors import SpecError
-from ..interfaces.modifiers import Modifier
+from ..interfaces.part_types import Modifier
 from ..model_spec import ModelSpec, StackSpec
 from ..presets import design
 from ..spec import serialization

@@ -3,9 +3,8 @@
 - `recipe`: `Recipe`, the hyperparameters of a run, and the learning-rate schedules.
 - `loop`: `train`, the training loop with evaluation, checkpoints and resuming.
 - `run_setup`: checks task, model and recipe, and starts or resumes a run; `training_run` is the state of
-  a run and its checkpoints; `run_history` are changes of its recipe on the way.
-- `train_step`: the gradients of one optimisation step; `loss` is used by it; `optimisers`: AdamW, Muon and SGD.
-- `batch_prefetch`: batches that a thread prepares ahead.
+  a run and its checkpoints. The recipe may change on the way.
+- `train_step`: one optimisation step: its batch, loss and gradients; `optimisers`: AdamW, Muon and SGD.
 - `autotune`: measures which precision, attention, row layout and compilation is fastest.
 - `evaluation`: `evaluate`, metrics on held-out data at several lengths, and of generated answers; sample texts.
 - `loggers`: progress on the console, metrics.jsonl, TensorBoard, MLflow, W&B and Trackio; `learning_curves`: the

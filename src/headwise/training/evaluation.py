@@ -21,9 +21,8 @@ from ..generation import generate
 from ..generation.decoding_strategies import greedy_decode
 from ..model_spec import ModelSpec, ProcessorSpec
 from ..models import Transformer
-from .loss import count_labels, cross_entropy
 from .recipe import Recipe
-from .train_step import StepOptions, autocast, check_label_shape
+from .train_step import StepOptions, autocast, check_label_shape, count_labels, cross_entropy
 
 
 class TaskEvaluator:
@@ -61,12 +60,7 @@ class TaskEvaluator:
         prompt = Batch(prompt_ids, prompt_ids, prompt_tokens).to(self.device)
         max_new_tokens, end_id = self.task.answers, self.task.end
         return greedy_decode(
-            net,
-            prompt.x,
-            max_new_tokens=max_new_tokens,
-            sequence=prompt.tokens,
-            end_id=end_id,
-            encoder_output=memory,
+            net, prompt.x, max_new_tokens=max_new_tokens, sequence=prompt.tokens, end_id=end_id, encoder_output=memory
         )
 
     def _average_over_ranks(self, sums: Iterable[MetricSums]) -> dict[str, float]:

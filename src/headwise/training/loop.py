@@ -27,13 +27,12 @@ from ..models.save_load import MODEL_FOLDER
 from ..output_paths import check_output
 from ..progress import format_duration
 from ..spec.serialization import format_toml
-from .batch_prefetch import BatchPrefetcher
 from .evaluation import sample_texts
 from .learning_curves import CURVE_FILES, LearningCurves, save_curves
 from .loggers import JsonlLogger, MetricLogger, create_logger
 from .recipe import Recipe
-from .run_history import RecipeChange, format_history
-from .run_setup import TrainingSetup, describe_environment, omit_model
+from .run_setup import RecipeChange, TrainingSetup, describe_environment, format_history, omit_model
+from .train_step import BatchPrefetcher
 from .training_run import CHECKPOINT_FOLDER, CheckpointFolder, TrainingCheckpoint, TrainingRun
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -1,23 +1,181 @@
-"""The gradients of one training step, and the options of how it is computed."""
+"""One optimisation step: its batch, which a thread prepares ahead, the loss, and the gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..data import IGNORE_INDEX, Batch
+from ..data import IGNORE_INDEX, Batch, Task
+from ..data.tokenizer_calls import parse_tokenizer
 from ..data.translation import pack_batch
 from ..distributed.sharded_model import ShardedModel
+from ..errors import SpecError
 from ..interfaces.core_types import AuxLosses, Probe
+from ..model_spec import ModelSpec, StackSpec
 from ..models import Transformer
 from ..nn.attention import Attention
-from .loss import compute_aux_loss, count_labels, cross_entropy, split_batch
 from .recipe import Recipe
+
+
+class BatchPrefetcher:
+    """The training batches of a task in order, prepared by one thread up to `ahead` batches before they are needed.
+
+    A batch depends only on its number, so preparing it early changes nothing about it. An error in a batch is raised
+    by the step that needs it. Batches from number `stop` on are not prepared.
+
+    >>> from headwise.data import make_task
+    >>> task = make_task("copy")
+    >>> with BatchPrefetcher(task, 4, ahead=2, stop=3) as batches:
+    ...     bool((batches.get(1).x == task.batch(1, 4).x).all())
+    True
+    """
+
+    def __init__(self, task: Task, size: int, *, ahead: int, stop: int) -> None:
+        self._task, self._size, self._ahead, self._stop = task, size, ahead, stop
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="headwise-batches") if ahead else None
+        self._pending: deque[tuple[int, Future[Batch]]] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Drop the batches that are not needed; waits for the one that is being prepared."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+
+    def get(self, index: int) -> Batch:
+        """Return the batch of this number, and have the next ones prepared."""
+        if self._threads is None:
+            return self._task.batch(index, self._size, "train")
+        while self._pending and self._pending[0][0] != index:
+            self._pending.popleft()[1].cancel()
+        first = self._pending[-1][0] + 1 if self._pending else index
+        for number in range(first, max(index + 1, min(index + 1 + self._ahead, self._stop))):
+            self._pending.append((number, self._threads.submit(self._task.batch, number, self._size, "train")))
+        return self._pending.popleft()[1].result()
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Sum of -log p(label) over all labels but IGNORE_INDEX, in float32 at least.
+
+    `logits` are [B, T, classes] or [B, classes], `labels` [B, T] or [B]. With label smoothing e, the target is 1 - e
+    on the label plus e spread evenly over all classes (1512.00567).
+
+    >>> logits = torch.tensor([[0.0, 0.0, 0.0, 0.0]])
+    >>> round(cross_entropy(logits, torch.tensor([2])).item(), 4)  # log 4
+    1.3863
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    flat = logits.reshape(-1, logits.shape[-1]).to(dtype)
+    return F.cross_entropy(
+        flat, labels.reshape(-1), ignore_index=IGNORE_INDEX, label_smoothing=smoothing, reduction="sum"
+    )
+
+
+def count_labels(batch: Batch) -> int:
+    """Number of labels in a batch, IGNORE_INDEX left out."""
+    return int((batch.labels != IGNORE_INDEX).sum())
+
+
+def compute_aux_loss(aux_losses: AuxLosses, weights: Sequence[tuple[str, float]]) -> Tensor | float:
+    """Weighted sum of auxiliary losses, each summed over layers.
+
+    >>> compute_aux_loss(
+    ...     AuxLosses({("0", "balance"): torch.tensor(2.0), ("1", "balance"): torch.tensor(3.0)}), [("balance", 0.1)]
+    ... )
+    tensor(0.5000)
+    """
+    names = {name for _, name in aux_losses.terms}
+    for name, _ in weights:
+        if name not in names:
+            hint = f"use one of {', '.join(sorted(names))}" if names else "this model has none, leave aux_losses= out"
+            raise SpecError(f"no layer has the auxiliary loss {name!r} of aux_losses=; {hint}")
+    return sum((weight * aux_losses.total(name) for name, weight in weights), 0.0)
+
+
+def split_batch(batch: Batch, count: int) -> Iterator[Batch]:
+    """Split the rows of a batch, in order, into at most `count` parts of equal size, the last possibly smaller."""
+    if count == 1:
+        yield batch
+        return
+    rows = len(batch.labels)
+    size = -(-rows // count)
+    for first in range(0, rows, size):
+        yield batch.rows(slice(first, first + size))
+
+
+def check_batch(batch: Batch, model_spec: ModelSpec, where: str) -> None:
+    """Raise ValueError for ids, labels and inputs that would fail inside a kernel, and for batches without labels.
+
+    The check is done on the CPU, before the batch is moved to another device.
+    """
+    if model_spec.heads:
+        num_outputs = model_spec.heads[0].outputs
+        _check_range(batch.labels[batch.labels != IGNORE_INDEX], num_outputs, f"{where} has the label")
+    if not count_labels(batch):
+        raise ValueError(f"{where} has no labels, all are {IGNORE_INDEX}; label at least one position")
+    for x, stack in ((batch.x, model_spec.stacks[-1]), (batch.source, model_spec.stacks[0])):
+        if x is None:
+            continue
+        if x.is_floating_point() and not x.isfinite().all():
+            raise ValueError(f"{where} holds NaN or inf; remove them from the data")
+        if stack.embedding and stack.embedding.tokens and not x.is_floating_point():
+            _check_range(x, stack.embedding.tokens, f"{where} has the input id")
+
+
+def _check_range(ids: Tensor, count: int, fact: str) -> None:
+    invalid = ids[(ids < 0) | (ids >= count)]
+    if len(invalid):
+        raise ValueError(f"{fact} {int(invalid[0])}, but the model has {count} of them; use 0..{count - 1}")
+
+
+def check_model(model_spec: ModelSpec, task: Task, tokenizer: str | None = None) -> None:
+    """Raise SpecError if the embedding or output sizes of a model do not fit a task.
+
+    They must not be smaller than those of the task's default model. For a task with a tokenizer they must be equal,
+    unless `tokenizer`, that of the model, is the same: many models have spare rows after their vocabulary.
+    """
+    default = task.model()
+    if (model_spec.kind == "encoder-decoder") != (default.kind == "encoder-decoder"):
+        raise SpecError(f"{model_spec.name} has kind {model_spec.kind!r}, but {task.name} needs {default.kind!r}")
+    stacks = zip((model_spec.stacks[0], model_spec.stacks[-1]), (default.stacks[0], default.stacks[-1]), strict=True)
+    sizes = [
+        (_vocabulary_size(stack), _vocabulary_size(default_stack), f"the embedding of {stack.name}")
+        for stack, default_stack in stacks
+    ]
+    if model_spec.heads and default.heads:
+        head = model_spec.heads[0]
+        sizes.append((head.outputs, default.heads[0].outputs, f"the output head {head.name}"))
+    for size, required, what in sizes:
+        if 0 < size < required:
+            raise SpecError(f"{what} has {size} rows, but the task has {required} ids; use {required} rows")
+        if 0 < required < size and task.tokenizer is not None and not has_same_vocabulary(task.tokenizer, tokenizer):
+            raise SpecError(
+                f"{what} has {size} rows, but the task's tokenizer has {required} tokens; use {required} rows"
+            )
+
+
+def has_same_vocabulary(document: str | None, other: str | None) -> bool:
+    """Whether two tokenizer.json documents map the same tokens to the same ids."""
+    if document is None or other is None:
+        return False
+    return parse_tokenizer(document).get_vocab() == parse_tokenizer(other).get_vocab()
+
+
+def _vocabulary_size(stack: StackSpec) -> int:
+    return stack.embedding.tokens if stack.embedding else 0
+
 
 # --- Gradients -----------------------------------------------------------------------------------------
 

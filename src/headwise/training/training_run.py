@@ -29,12 +29,10 @@ from ..model_spec import ExpertsSpec, FeedForwardSpec, ModelSpec, StackSpec
 from ..models import Transformer, save
 from ..nn import redraw_features
 from .autotune import measure_peak_flops
-from .batch_prefetch import BatchPrefetcher
 from .evaluation import TaskEvaluator
-from .loss import check_batch
 from .optimisers import ParameterGroups, get_parameter_name, group_parameters, make_optimiser
 from .recipe import Recipe
-from .train_step import TrainStep
+from .train_step import BatchPrefetcher, TrainStep, check_batch
 
 # --- Checkpoints ---------------------------------------------------------------------------------------
 

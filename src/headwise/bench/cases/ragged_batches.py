@@ -17,9 +17,8 @@ from ...distributed.sharded_model import BatchForward, wrap_single_process
 from ...masking.sequence_info import SequenceInfo
 from ...models import Transformer, build
 from ...training import Recipe
-from ...training.loss import count_labels, cross_entropy
 from ...training.optimisers import AdamWOptimiser, group_parameters
-from ...training.train_step import StepOptions, TrainStep
+from ...training.train_step import StepOptions, TrainStep, count_labels, cross_entropy
 from ..benchmark_case import BenchmarkCase, CaseCount, CaseKind, MissingPeer, SpeedTarget, TimedCall
 
 HISTORY = (

@@ -349,6 +349,6 @@ def csv_of_costs(args: argparse.Namespace, costs: CostReport, views: Mapping[str
     unsupported += [name for name in views if name not in VIEWS_IN_CSV]
     if unsupported:
         raise UsageError(f"--csv has one line per spec and no room for {unsupported[0]}; use --json instead")
-    from ...costs.cost_csv import to_csv
+    from ...costs.cost_plots import to_csv
 
     return to_csv(costs.data["rows"])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ...costs.cost_report import CostEstimate, CostReport
     from ...costs.decode_intensity import IntensityReport
     from ...costs.kv_cache_memory import RequestBatch
-    from ...costs.parallel_report import ParallelReport
+    from ...costs.parallelism import ParallelReport
     from ...costs.roofline import Device, NumberFormats
     from ...costs.serving_capacity import MemoryDemand, MemoryFit
     from ...costs.throughput_report import ThroughputReport
@@ -307,7 +307,7 @@ def make_parallel_views(args: argparse.Namespace, costs: CostReport) -> Mapping[
             raise UsageError(f"--{name} {count} divides several devices; add --devices {max(count, 1)}")
         return {}
     from ...costs.kv_cache_memory import RequestBatch
-    from ...costs.parallel_report import ParallelReport
+    from ...costs.parallelism import ParallelReport
     from ...costs.parallelism import ParallelCost, ParallelPlan
     from ...costs.roofline import Device
     from ...model_spec import ModelSpec

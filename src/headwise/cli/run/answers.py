@@ -23,8 +23,7 @@ from ...generation.decoding_state import CompileDecision, ignore_decision
 from ...generation.generate import GenerationOutput
 from ...generation.prompts import get_decoder_start_ids
 from ...generation.single_pass import FilledText, Prediction, classify, fill_masks, require_class_names
-from ...generation.text_output import load_tokenizers
-from ...generation.token_scores import TokenScore, score_tokens
+from ...generation.text_output import TokenScore, load_tokenizers, score_tokens
 from ...models import Transformer
 from ...ops.counter_rng import RandomStream
 from ..arguments import print_note, print_page, to_json
