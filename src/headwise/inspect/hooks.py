@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ..generation.decoding_config import DecodingConfig
 from ..generation.generate import generate
 from ..models import Transformer
-from ..parts.precision import to_at_least_float32
+from ..parts.feature_map import to_at_least_float32
 from .method_patches import EAGER_STANCE, ForwardOverride, MethodPatch, SharedPatch, forward_patches, override_forwards
 from .model_inputs import ModelInputs
 from .site import Site

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 import torch
@@ -53,7 +53,8 @@ class Additive(Similarity):
 
     def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams) -> Tensor:
         shifted = (k_BHSK + p["bias"][:, None])[:, :, None]
-        return _score_in_blocks(lambda block: _score_hidden_layer(block, shifted, p["v"]), q_BHTK, k_BHSK)
+        blocks = [_score_hidden_layer(block, shifted, p["v"]) for block in _split_queries(q_BHTK, k_BHSK)]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
@@ -61,11 +62,9 @@ class Additive(Similarity):
         yield base(similarity=cls(), source=13, bias="qkvo")
 
 
-def _score_in_blocks(score: Callable[[Tensor], Tensor], q_BHTK: Tensor, k_BHSK: Tensor) -> Tensor:
-    """s_BHTS, from `score` of as many queries at once as `MAX_PAIR_NUMEL` allows."""
-    queries = max(1, MAX_PAIR_NUMEL // max(1, k_BHSK.numel()))
-    blocks = [score(block) for block in q_BHTK.split(queries, 2)]
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
+def _split_queries(q_BHTK: Tensor, k_BHSK: Tensor) -> tuple[Tensor, ...]:
+    """Blocks of as many queries as `MAX_PAIR_NUMEL` allows with all keys."""
+    return q_BHTK.split(max(1, MAX_PAIR_NUMEL // max(1, k_BHSK.numel())), 2)
 
 
 def _score_hidden_layer(q_BHTK: Tensor, shifted: Tensor, v: Tensor) -> Tensor:
@@ -111,7 +110,8 @@ class Gaussian(Similarity):
     def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams) -> Tensor:
         q, k = to_at_least_float32(q_BHTK), to_at_least_float32(k_BHSK)
         with without_autocast(q):
-            return _score_in_blocks(lambda block: self._block_scores(block, k), q, k)
+            blocks = [self._block_scores(block, k) for block in _split_queries(q, k)]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
 
     def _block_scores(self, q_BHTK: Tensor, k_BHSK: Tensor) -> Tensor:
         """s_BHTS of a block of queries, as matrix products of differences, as `CoreShape.flops` counts them."""

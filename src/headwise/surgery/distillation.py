@@ -22,7 +22,7 @@ from ..masking.sequence_info import SequenceInfo
 from ..model_spec import StackSpec
 from ..models import Transformer
 from ..models.embeddings_heads import TokenTypeInput
-from ..parts.precision import to_at_least_float32
+from ..parts.feature_map import to_at_least_float32
 from ..training.loop import InterruptGuard
 from ..training.optimisers import AdamWOptimiser, group_parameters
 from ..training.recipe import SCHEDULES, Recipe

@@ -307,8 +307,7 @@ def make_parallel_views(args: argparse.Namespace, costs: CostReport) -> Mapping[
             raise UsageError(f"--{name} {count} divides several devices; add --devices {max(count, 1)}")
         return {}
     from ...costs.kv_cache_memory import RequestBatch
-    from ...costs.parallelism import ParallelReport
-    from ...costs.parallelism import ParallelCost, ParallelPlan
+    from ...costs.parallelism import ParallelCost, ParallelPlan, ParallelReport
     from ...costs.roofline import Device
     from ...model_spec import ModelSpec
 
