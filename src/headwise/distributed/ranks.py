@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -232,13 +231,17 @@ def fingerprint_code() -> dict[str, str]:
     return {"headwise": __version__, "source": _source_checksum(), "torch": torch.__version__}
 
 
-@cache  # a process runs the code that it has imported, whatever the files become
+_checksums: dict[Path, str] = {}  # of this package: a process runs the code that it has imported, whatever comes later
+
+
 def _source_checksum() -> str:
     root, digest = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root).as_posix()} ".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+    if root not in _checksums:
+        for path in sorted(root.rglob("*.py")):
+            digest.update(f"{path.relative_to(root).as_posix()} ".encode())
+            digest.update(path.read_bytes())
+        _checksums[root] = digest.hexdigest()[:12]
+    return _checksums[root]
 
 
 def check_same_config(mesh: ProcessMesh, config: Mapping[str, Any]) -> None:

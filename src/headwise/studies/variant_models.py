@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -198,6 +198,10 @@ def _read_spec(path: Path) -> AttentionSpec:
 # --- Matching ------------------------------------------------------------------------------------------
 
 
+# Matches of this process: the layers of a model, and those of other tasks and scales of a study, are mostly alike.
+_matches: dict[tuple[AttentionSpec, AttentionSpec, str, float, Workload], SizeMatch] = {}
+
+
 def _match_model(study: Study, spec: ModelSpec, baseline: ModelSpec, batch: Batch) -> tuple[ModelSpec, str]:
     """Match every self-attention to the baseline's of the same name; returns a sentence about the sizes."""
     goals = [layer for name, layer in baseline.attention_specs() if not name.endswith("cross")]
@@ -207,14 +211,15 @@ def _match_model(study: Study, spec: ModelSpec, baseline: ModelSpec, batch: Batc
     remaining = iter(goals)
 
     def match_layer(old: AttentionSpec) -> AttentionSpec:
-        match = _match_layer(old, next(remaining, goals[-1]), study.match, study.tolerance, workload)
-        sentences.append(str(match))
-        return match.spec
+        key = old, next(remaining, goals[-1]), study.match, study.tolerance, workload
+        if key not in _matches:
+            _matches[key] = _match_layer(*key)
+        sentences.append(str(_matches[key]))
+        return _matches[key].spec
 
     return replace_self_attention(spec, match_layer), "; ".join(dict.fromkeys(sentences))
 
 
-@lru_cache(maxsize=256)  # the layers of a model, and those of other tasks and scales, are mostly alike
 def _match_layer(old: AttentionSpec, goal: AttentionSpec, by: str, tolerance: float, workload: Workload) -> SizeMatch:
     """The first size that reaches the goal; never the model width or the query heads, which the whole model shares."""
     nearest: SizeMatch | None = None
