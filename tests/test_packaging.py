@@ -23,7 +23,7 @@ CONSTRAINTS = ["-c", str(ROOT / "constraints.txt")]
 # What a wheel needs besides code: the page with licences, the sample, tables, and the mark of a typed package.
 DATA = (
     *(f"viewer/static/{name}" for name in ("index.html", "app.js", "app.css", "report.js", "licences.txt")),
-    *("viewer/sample/sample.trace", "viewer/sample/model/model.safetensors", "viewer/sentences_zh.toml", "py.typed"),
+    *("viewer/sample/sample.trace", "viewer/sample/model/model.safetensors", "translation/sentences_zh.toml", "py.typed"),
 )
 
 

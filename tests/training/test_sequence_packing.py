@@ -11,16 +11,8 @@ from hypothesis import given, strategies as st
 import headwise as hw
 from headwise.data import IGNORE_INDEX, Batch
 from headwise.data.file_task import make_translator
-from headwise.data.translation import (
-    ParallelCorpus,
-    SentencePair,
-    TranslationDataset,
-    TranslationOptions,
-    UnpackableBatch,
-    iter_texts,
-    pack_batch,
-    real_token_share,
-)
+from headwise.data.task import UnpackableBatch, iter_texts, pack_batch, real_token_share
+from headwise.data.translation import ParallelCorpus, SentencePair, TranslationDataset, TranslationOptions
 from headwise.distributed import Parallelism, ProcessInfo
 from headwise.distributed.ranks import ProcessMesh, shard_batch
 from headwise.distributed.sharded_model import BatchForward, wrap_single_process

@@ -1,6 +1,6 @@
 """Tasks and datasets: batches as a pure function of seed and step, metrics, and the score of random guessing.
 
-- `task`: the interface `Task`, and `Batch`; `task_registry` finds tasks by name (`make_task`)
+- `task`: the interface `Task`, `Batch` and packed batches; `task_registry` finds tasks by name (`make_task`)
   or path (`open_data`).
 - Synthetic tasks, generated in code (base class in `synthetic_task`): `algorithmic_tasks`,
   `recall_tasks` (also Markov chains), `listops`, `date_translation`.

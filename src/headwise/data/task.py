@@ -1,18 +1,20 @@
-"""The interface `Task`: batches computed from a seed and an index, metrics, and the score of random guessing."""
+"""The interface `Task`: batches from a seed and an index, metrics, the score of random guessing; packed batches."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import SpecError, suggest
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ModelSpec, ProcessorSpec
+from .example_order import IndexArray
 
 IGNORE_INDEX = -100  # the label of a position without a target
 SPLITS = ("train", "valid", "test")
@@ -154,3 +156,110 @@ def check_split(split: str) -> None:
     """Raise SpecError unless `split` is one of SPLITS."""
     if split not in SPLITS:
         raise SpecError(f"split={split!r} is unknown; {suggest(split, SPLITS)}")
+
+
+# --- Packing a batch into one row ----------------------------------------------------------------------
+
+
+class UnpackableBatch(ValueError):
+    """Raised by `pack_batch` for a batch that cannot be packed, with the reason."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBatch:
+    """A batch with all texts in one row of N tokens; `places` are their indices in the flattened [B, T] = `shape`."""
+
+    batch: Batch
+    places: Tensor
+    shape: tuple[int, int]
+
+    def unpack(self, outputs: Tensor) -> Tensor:
+        """Outputs per packed token [1, N, ...] moved back to [B, T, ...], with zeros at padding."""
+        rows = outputs.new_zeros(self.shape[0] * self.shape[1], *outputs.shape[2:])
+        return rows.index_copy_(0, self.places.to(outputs.device), outputs[0]).unflatten(0, self.shape)
+
+
+def pack_batch(batch: Batch) -> PackedBatch:
+    """Pack all texts of a batch of ids into one row, in their order; text k of the source belongs to text k of `x`.
+
+    >>> ids = torch.tensor([[5, 6, 0], [7, 8, 9]])
+    >>> packed = pack_batch(
+    ...     Batch(ids, torch.tensor([[6, 5, IGNORE_INDEX], [8, 9, 7]]), SequenceInfo.from_batch(ids, lengths=[2, 3]))
+    ... )
+    >>> packed.batch.x.tolist(), packed.batch.tokens.lengths
+    ([[5, 6, 7, 8, 9]], ((2, 3),))
+    >>> packed.unpack(packed.batch.x).tolist()
+    [[5, 6, 0], [7, 8, 9]]
+    """
+    if batch.labels.shape != batch.x.shape:
+        raise UnpackableBatch("the labels are per example, not per token")
+    inputs = [(batch.x, batch.tokens)] + ([] if batch.source is None else [(batch.source, batch.source_tokens)])
+    sides = [_find_texts(ids, tokens) for ids, tokens in inputs]
+    texts = np.unique(np.concatenate([side.texts for side in sides]), axis=0)
+    rows = [_flatten_side(ids, side, texts) for (ids, _), side in zip(inputs, sides, strict=True)]
+    target, places = sides[0], torch.from_numpy(sides[0].places)
+    labels = batch.labels.flatten()[places]
+    if int((labels != IGNORE_INDEX).sum()) != int((batch.labels != IGNORE_INDEX).sum()):
+        raise UnpackableBatch("there are labels at padding positions")
+    (x, tokens), (source, source_tokens) = rows[0], rows[1] if len(rows) > 1 else (None, None)
+    row = replace(batch, x=x, labels=labels[None], tokens=tokens, source=source, source_tokens=source_tokens)
+    return PackedBatch(row, places, target.shape)
+
+
+def real_token_share(batch: Batch) -> float:
+    """Share of the positions of `x` and `source` that are not padding.
+
+    >>> real_token_share(Batch(torch.zeros(2, 4), torch.zeros(2, 4), SequenceInfo.packed([[4], [1, 1]])))
+    0.75
+    """
+    inputs = [(batch.x, batch.tokens), (batch.source, batch.source_tokens)]
+    sizes = [(x.shape[0] * x.shape[1], tokens) for x, tokens in inputs if x is not None]
+    num_real = [size if tokens is None else float(tokens.is_real.float().mean()) * size for size, tokens in sizes]
+    return sum(num_real) / max(1, sum(size for size, _ in sizes))
+
+
+def iter_texts(row: Batch) -> Iterator[Batch]:
+    """Each non-empty text of a packed row as a batch of one row, with positions from 0."""
+    tokens, source_tokens = row.tokens, row.source_tokens
+    assert tokens is not None
+    assert tokens.lengths is not None
+    source_lengths = None if source_tokens is None else source_tokens.lengths
+    inputs = row.x.split(tokens.lengths[0], 1)
+    labels = row.labels.split(tokens.lengths[0], 1)
+    sources: Sequence[Tensor | None] = [None] * len(inputs)
+    if source_lengths is not None and row.source is not None:
+        sources = row.source.split(source_lengths[0], 1)
+    for x, text_labels, source in zip(inputs, labels, sources, strict=True):
+        if x.shape[1]:
+            yield Batch(x, text_labels, source=source)
+
+
+class _PackedSide(NamedTuple):
+    """The texts of `x` or `source`: flat indices of their tokens, (row, segment) and length of each text."""
+
+    places: IndexArray
+    texts: IndexArray
+    lengths: IndexArray
+    shape: tuple[int, int]
+
+
+def _find_texts(ids: Tensor, tokens: SequenceInfo | None) -> _PackedSide:
+    if ids.dim() != 2 or ids.is_floating_point():
+        raise UnpackableBatch("the input is not a batch of token ids")
+    shape = (ids.shape[0], ids.shape[1])
+    tokens = SequenceInfo.contiguous(0, shape[1], "cpu") if tokens is None else tokens
+    position, segment = (t.expand(shape).cpu().numpy().ravel() for t in (tokens.position, tokens.segment))
+    places = np.flatnonzero(segment >= 0)
+    text_of_token = np.stack([places // max(1, shape[1]), segment[places]], 1)
+    texts, starts, lengths = np.unique(text_of_token, axis=0, return_index=True, return_counts=True)
+    offsets = np.arange(len(places)) - np.repeat(starts, lengths)
+    if not (np.array_equal(np.repeat(texts, lengths, 0), text_of_token) and np.array_equal(offsets, position[places])):
+        raise UnpackableBatch("the texts of a row are not consecutive, each with positions from 0")
+    return _PackedSide(places, texts, lengths, shape)
+
+
+def _flatten_side(ids: Tensor, side: _PackedSide, texts: IndexArray) -> tuple[Tensor, SequenceInfo]:
+    """Ids of all texts in one row, and their positions and segments; texts that the side lacks have length 0."""
+    length_of_text = dict(zip(map(tuple, side.texts.tolist()), side.lengths.tolist(), strict=True))
+    lengths: Sequence[int] = [length_of_text.get(text, 0) for text in map(tuple, texts.tolist())]
+    return ids.flatten()[torch.from_numpy(side.places)][None], SequenceInfo.packed([lengths])

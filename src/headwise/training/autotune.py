@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..data import Batch
-from ..data.translation import UnpackableBatch, pack_batch, real_token_share
+from ..data.task import UnpackableBatch, pack_batch, real_token_share
 from ..distributed.sharded_model import BatchForward, wrap_single_process
 from ..machine.takeover_points import current_points, takeover_size
 from ..models import Transformer

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..data import Batch, MetricSums, Task
-from ..data.translation import pack_batch
+from ..data.task import pack_batch
 from ..distributed.parallel_attention import use_whole_rows
 from ..distributed.ranks import BatchShard, ProcessMesh
 from ..distributed.sharded_model import BatchForward

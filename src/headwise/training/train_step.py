@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..data import IGNORE_INDEX, Batch, Task
+from ..data.task import pack_batch
 from ..data.tokenizer_calls import parse_tokenizer
-from ..data.translation import pack_batch
 from ..distributed.sharded_model import ShardedModel
 from ..errors import SpecError
 from ..interfaces.core_types import AuxLosses, Probe

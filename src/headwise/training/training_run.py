@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import costs
 from ..data import Batch, Task
-from ..data.translation import iter_texts, pack_batch
+from ..data.task import iter_texts, pack_batch
 from ..distributed.ranks import find_difference
 from ..distributed.sharded_model import ShardedModel
 from ..errors import SpecError, TrainingDiverged, pluralise

@@ -50,7 +50,6 @@ from .http_security import (
     MAX_BODY_BYTES,
     SecurityMiddleware,
     allowed_hosts,
-    is_loopback,
     machine_names,
 )
 from .lab_actions import compute_effect, continue_text, generate_text, plan_curves, remove_greedily, sweep_heads
@@ -533,26 +532,14 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    model: OpenModel,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    token: str = "",
-    allow_remote: bool = False,
-    language: str = "",
-    on_start: Callable[[ServerAddress], object] = lambda _: None,
+    model: OpenModel, *, host: str, port: int, language: str, on_start: Callable[[ServerAddress], object]
 ) -> None:
-    """Serve the page until the process is interrupted; `on_start` gets its address.
-
-    Only this machine can reach it unless `allow_remote` is given.
-    """
+    """Serve the page until the process is interrupted; `on_start` gets its address."""
     import uvicorn
 
-    if not is_loopback(host) and not allow_remote:
-        raise ValueError(f"other machines could reach {host}; give 127.0.0.1, or --allow-remote")
     static = read_static_files()
     listener = open_socket(host, port)
-    address = ServerAddress(host, listener.getsockname()[1], token or secrets.token_urlsafe(32), language)
+    address = ServerAddress(host, listener.getsockname()[1], secrets.token_urlsafe(32), language)
     view = ViewServer(model, static)
     app = SecurityMiddleware(view.app(), allowed_hosts(host, address.port), address.token)
     config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", server_header=False)

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ...data import IGNORE_INDEX, Batch
 from ...data.example_order import IndexArray, make_rng, plan_by_length
 from ...data.file_task import make_translator
-from ...data.translation import pack_batch, real_token_share
+from ...data.task import pack_batch, real_token_share
 from ...distributed.sharded_model import BatchForward, wrap_single_process
 from ...masking.sequence_info import SequenceInfo
 from ...models import Transformer, build
