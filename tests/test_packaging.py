@@ -23,7 +23,12 @@ CONSTRAINTS = ["-c", str(ROOT / "constraints.txt")]
 # What a wheel needs besides code: the page with licences, the sample, tables, and the mark of a typed package.
 DATA = (
     *(f"viewer/static/{name}" for name in ("index.html", "app.js", "app.css", "report.js", "licences.txt")),
-    *("viewer/sample/sample.trace", "viewer/sample/model/model.safetensors", "translation/sentences_zh.toml", "py.typed"),
+    *(
+        "viewer/sample/sample.trace",
+        "viewer/sample/model/model.safetensors",
+        "translation/sentences_zh.toml",
+        "py.typed",
+    ),
 )
 
 
@@ -117,7 +122,7 @@ def test_extras_install_alone(extra: str, commands: Path, archives: tuple[Path, 
     resolved = {
         item["metadata"]["name"].lower() for item in json.loads((tmp_path / "report.json").read_text())["install"]
     }
-    names = {re.split(r"[<>=]", text)[0] for text in PROJECT["optional-dependencies"][extra]}
+    names = {re.split(r"[<>=\[]", text)[0] for text in PROJECT["optional-dependencies"][extra]}
     assert names <= resolved
 
 
