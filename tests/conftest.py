@@ -28,7 +28,7 @@ FAST_CASES = 3  # how many cases of each parametrised test `--fast` keeps
 
 os.environ["HEADWISE_MACHINE_CLASS"] = "x86-avx512-bf16"  # the same choices on every machine, whatever was calibrated
 
-torch.set_num_threads(1)  # two processes on two cores; more threads than cores only wait for each other
+torch.set_num_threads(1)  # several processes share the cores; more threads than cores only wait for each other
 
 
 # Without a GPU, seed the generator of the CPU alone: `torch.manual_seed` also stores a stack trace for each kind of

@@ -53,8 +53,8 @@ def test_mnist_has_the_mean_and_deviation_that_everybody_writes(shared: Path):
     assert Counter(read_idx(path / "t10k-labels-idx1-ubyte.gz").tolist())[1] == 1135
     task = open_data(str(path), {"valid": 1 / 12})
     assert task.data.sizes == {"train": 55_000, "valid": 5_000, "test": 10_000}
-    assert task.data.given.mean[0] == pytest.approx(0.1307, abs=0.002)
-    assert task.data.given.deviation[0] == pytest.approx(0.3081, abs=0.002)
+    assert task.data.inputs.mean[0] == pytest.approx(0.1307, abs=0.002)
+    assert task.data.inputs.deviation[0] == pytest.approx(0.3081, abs=0.002)
     assert (task.batch(0, 10_000, "test").labels.numpy() == read_idx(path / "t10k-labels-idx1-ubyte.gz")).all()
     assert task.chance["accuracy"] == pytest.approx(0.1124, abs=0.002)  # ones are the most frequent
 

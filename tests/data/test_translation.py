@@ -17,7 +17,13 @@ import torch
 import headwise as hw
 from headwise.data import IGNORE_INDEX, Batch, open_data
 from headwise.data.example_order import plan_by_length, plan_by_token_budget, plan_packed_rows, split_by_key
-from headwise.data.translation import ParallelTextTask, normalise_sentence, score_translations
+from headwise.data.translation import (
+    ParallelCorpus,
+    ParallelTextTask,
+    SentencePair,
+    normalise_sentence,
+    score_translations,
+)
 from headwise.data.vocabulary import train_bpe
 from headwise.errors import SpecError
 from headwise.training import Recipe
@@ -177,6 +183,15 @@ def test_no_sentence_of_either_side_is_in_two_splits(suffix: str, tmp_path: Path
     assert shared
     with pytest.raises(SpecError, match="split_by='targets' is unknown; use one of sentences, sources"):
         open_data(str(file), {**options, "split_by": "targets"})
+
+
+def test_a_split_far_from_its_share_is_refused():
+    answers = ("yes", "no", "maybe")
+    pairs = [SentencePair(f"question {n}", answers[n % 3]) for n in range(999)]
+    with pytest.raises(SpecError, match="split valid has 333 of 999 pairs instead of 5%, .* use split_by='sources'"):
+        ParallelCorpus.of(pairs, (0.05, 0.05), {})
+    splits = ParallelCorpus.of(pairs, (0.05, 0.05), {}, split_by="sources").splits
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 899, "valid": 50, "test": 50}
 
 
 def test_runs_of_earlier_versions_keep_their_split(path: str):

@@ -102,6 +102,10 @@ def fork_ranks(ranks: int, function: str, folder: Path, timeout: float) -> bool:
     deadline = time.monotonic() + timeout
     for process in processes:
         process.join(max(0, deadline - time.monotonic()))
+    for rank, process in enumerate(processes):
+        if process.exitcode is None:
+            print(f"rank {rank} is not done after {timeout:g} s", file=sys.stderr)
+            process.kill()
     return all(process.exitcode == 0 for process in processes)
 
 

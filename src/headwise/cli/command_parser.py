@@ -124,7 +124,7 @@ class CommandParser(argparse.ArgumentParser):
         self._action_groups.sort(key=lambda group: any(action.dest == PART_FILES for action in group._group_actions))
         self.usage = " ".join([self.prog.replace("%", "%%"), *self._required_words(), "[OPTIONS]"])
         text = super().format_help()  # argparse ends headings in a colon of its own
-        return re.sub("^(\\S+):$", "\\1\uff1a", text, flags=re.MULTILINE) if current_language() == "zh" else text
+        return re.sub("^(\\S.*):$", "\\1\uff1a", text, flags=re.MULTILINE) if current_language() == "zh" else text
 
     def _required_words(self) -> list[str]:
         """Return the positional arguments, and the options that must be given, as the usage line shows them."""

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import pluralise
 from ..output_paths import check_output
 from ..progress import ProgressReporter
 from ..translation.language import join_items, localise
@@ -440,7 +441,7 @@ def _measure_model(
     from ..head_analysis.text_analysis import measure_and_classify
     from ..head_analysis.word_alignment import AlignmentScores
 
-    kind = "texts" if args.images is None else "images"
+    kind = "text" if args.images is None else "image"
     options = MeasureOptions(num_resamples=args.resamples, seed=args.seed, sites=site_names)
     options = options if args.images is None else options._replace(metrics=IMAGE_METRICS)
     if args.engine == "ray":
@@ -456,11 +457,11 @@ def _measure_model(
         if has_links
         else []
     )
-    progress = report.counter("measuring heads", len(examples), kind)
+    progress = report.counter("measuring heads", len(examples), f"{kind}s")
     table = measure_and_classify(
         model, examples, criteria=args.criteria, options=options, collectors=collectors, progress=progress
     )
-    return replace(table, texts=f"{len(examples)} {kind}")
+    return replace(table, texts=pluralise(len(examples), kind))
 
 
 def _format_table(table: HeadTable, args: argparse.Namespace) -> str:

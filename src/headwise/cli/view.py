@@ -137,7 +137,7 @@ def _check_target(name: str) -> None:
 
 
 def _print_note(line: str) -> None:
-    print_note(f"headwise: {line}")
+    print_note(f"headwise: {localise(line)}")
 
 
 def _target(args: argparse.Namespace) -> Target:

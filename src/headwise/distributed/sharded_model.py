@@ -20,9 +20,8 @@ from .parallel_attention import TensorContextParallel, check_context_parallel, s
 from .parallelism import Parallelism, ProcessInfo
 from .ranks import GRADIENT_DIMS, BatchShard, ProcessMesh
 
-if (
-    TYPE_CHECKING
-):  # importing FSDP2 and its tensors takes half a second, and every command that trains needs this module
+# Importing FSDP2 and its tensors takes half a second, and every command that trains needs this module.
+if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 

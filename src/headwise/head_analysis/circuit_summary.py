@@ -118,6 +118,7 @@ def describe_circuits(heads: Sequence[HeadCircuit]) -> Iterator[str]:
 def describe_spectrum(spectrum: LayerSpectrum) -> str:
     """One sentence about the dimensions in which the heads of a layer compare tokens.
 
+    >>> from headwise.head_analysis.rank_analysis import DimensionCount, LayerSpectrum
     >>> head = DimensionCount(5, 16, 5.2)
     >>> spectrum = LayerSpectrum("a", (head, head), DimensionCount(47, 128, 48.0), head, head, ())
     >>> print(describe_spectrum(spectrum))

@@ -97,7 +97,8 @@ def _clusters_sentence(group: ComparableHeads) -> str:
     clusters = group.cluster_members
     count = len(clusters)
     counts = f"{pluralise(count, 'cluster')} ({group.num_chance_clusters} by chance)"
-    return f"Clustering up to {_nats(group.threshold)} nats gives {counts}, the largest with {len(clusters[0])} heads."
+    largest = pluralise(len(clusters[0]), "head")
+    return f"Clustering up to {_nats(group.threshold)} nats gives {counts}, the largest with {largest}."
 
 
 def _layers_sentence(group: ComparableHeads) -> str:

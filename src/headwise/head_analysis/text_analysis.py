@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import SpecError
+from ..errors import SpecError, pluralise
 from ..inspect.model_inputs import check_is_module, is_encoder_decoder
 from ..inspect.model_tokenizer import find_tokenizer, use_tokenizer
 from ..inspect.trace_capture import get_model_name
@@ -151,13 +151,13 @@ def heads(
         pixels = _read_pixels(texts, min_count=2)
         if pixels is not None:
             examples, sites, notes = examples_from_pixels(reader, pixels)
-            kind, notes = "images", (*notes, NOT_FOR_IMAGES)
+            kind, notes = "image", (*notes, NOT_FOR_IMAGES)
             options = options._replace(metrics=IMAGE_METRICS, sites=options.sites or sites)
         else:
-            kind = "texts"
+            kind = "text"
             examples, notes = read_texts(reader, texts, min_count=2)
         table = measure_and_classify(reader, examples, criteria=criteria, options=options, progress=progress)
-    return replace(table, texts=f"{len(examples)} {kind}").with_notes(notes)
+    return replace(table, texts=pluralise(len(examples), kind)).with_notes(notes)
 
 
 def importance(

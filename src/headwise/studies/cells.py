@@ -197,4 +197,7 @@ def explain_missing_step(recipe: Recipe, text: str) -> str:
 
 def describe_task(task: Task) -> dict[str, Any]:
     """A task as plain values, from which `make_task` makes it again."""
-    return {"task": task.name, **{one.name: getattr(task, one.name) for one in fields(task) if one.init}}
+    values = {"task": task.name, **{one.name: getattr(task, one.name) for one in fields(task) if one.init}}
+    if values.get("source_field") == "":  # only pairs of sentences are split by a rule
+        del values["split_by"]
+    return values

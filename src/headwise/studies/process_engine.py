@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -40,7 +38,7 @@ class CellEngine(Protocol):
 
 
 class ProcessEngine:
-    """Runs cells in `jobs` processes of their own on this machine; 0 runs them one by one in this process.
+    """Runs cells in `jobs` spawned processes on this machine; 0 runs them one by one in this process.
 
     A cell whose process dies (out of memory, kill -9) goes on from its last checkpoint. When a process dies, all cells
     that run may have been the cause. Each is tried at most three times, the last time alone; if its process dies then
@@ -107,7 +105,7 @@ class ProcessEngine:
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
                 self.jobs,
-                mp_context=get_worker_context(),
+                mp_context=multiprocessing.get_context("spawn"),
                 initializer=prepare_worker,
                 initargs=(imported_part_files(),),
             )
@@ -139,19 +137,6 @@ def make_progress_line(done: int, total: int, cell: Cell, result: Mapping[str, A
         f"{done:>{len(str(total))}}/{total}  {cell.task}  {cell.variant}  lr {cell.rate:g}  seed {cell.seed}  "
         f"{status} in {seconds:.1f} s"
     )
-
-
-def get_worker_context() -> BaseContext:
-    """How workers begin: on Linux as forks of one process that has only imported this package, elsewhere by themselves.
-
-    Importing torch and headwise takes two seconds of processor time. This process is not forked, because its threads
-    would be missing in a fork.
-    """
-    if not sys.platform.startswith("linux"):
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
 
 
 def prepare_worker(part_files: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import pluralise
 from ..translation.language import localise
 from ..translation.terminal_text import heading_cell, label_cell
 from .attention_record import Array, AttentionRecord
@@ -125,7 +126,8 @@ class TraceComparison:
 
     def __str__(self) -> str:
         lines = [
-            localise(f"{len(pairs.first)} aligned tokens of the {name}") for name, pairs in self.alignments.items()
+            localise(f"{pluralise(len(pairs.first), 'aligned token')} of the {name}")
+            for name, pairs in self.alignments.items()
         ]
         lines += [localise(f"not compared: {site}: {reason}") for site, reason in self.left_out.items()]
         headings = [heading_cell(name, width) for name, width in (("divergence", 10), ("largest", 9))]

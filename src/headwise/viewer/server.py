@@ -50,6 +50,7 @@ from .http_security import (
     MAX_BODY_BYTES,
     SecurityMiddleware,
     allowed_hosts,
+    is_loopback,
     machine_names,
 )
 from .lab_actions import compute_effect, continue_text, generate_text, plan_curves, remove_greedily, sweep_heads
@@ -532,11 +533,22 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    model: OpenModel, *, host: str, port: int, language: str, on_start: Callable[[ServerAddress], object]
+    model: OpenModel,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    allow_remote: bool = False,
+    language: str = "",
+    on_start: Callable[[ServerAddress], object] = lambda _: None,
 ) -> None:
-    """Serve the page until the process is interrupted; `on_start` gets its address."""
+    """Serve the page until the process is interrupted; `on_start` gets its address.
+
+    Only this machine can reach it unless `allow_remote` is given.
+    """
     import uvicorn
 
+    if not is_loopback(host) and not allow_remote:
+        raise ValueError(f"other machines could reach {host}; give 127.0.0.1, or --allow-remote")
     static = read_static_files()
     listener = open_socket(host, port)
     address = ServerAddress(host, listener.getsockname()[1], secrets.token_urlsafe(32), language)

@@ -176,7 +176,7 @@ def serve_page(opened: OpenModel, options: ServerOptions, announce: Callable[[st
         if options.open_browser:
             threading.Thread(target=_open_when_ready, args=(options.host, port, address.url), daemon=True).start()
 
-    serve(opened, host=options.host, port=port, language=options.language, on_start=on_start)
+    serve(opened, host=options.host, port=port, allow_remote=True, language=options.language, on_start=on_start)
 
 
 def find_port(host: str, port: int) -> int:

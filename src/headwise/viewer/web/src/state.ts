@@ -309,7 +309,12 @@ export function startHash(): void {
   });
   effect(() => {
     document.documentElement.lang = language.value;
+    const address = new URL(location.href);
     try {
+      if ((address.searchParams.get("lang") ?? language.value) !== language.value) {
+        address.searchParams.set("lang", language.value); // a reload keeps what was chosen on the page
+        history.replaceState(history.state, "", address);
+      }
       localStorage.setItem("headwise-language", language.value);
     } catch {
       // a sandboxed frame has no storage
@@ -318,8 +323,8 @@ export function startHash(): void {
 }
 
 function initialLanguage(): "en" | "zh" {
-  const asked = new URLSearchParams(location.search).get("lang") ?? document.documentElement.dataset["language"];
-  if (asked === "en" || asked === "zh") return asked;
+  for (const asked of [new URLSearchParams(location.search).get("lang"), document.documentElement.dataset["language"]])
+    if (asked === "en" || asked === "zh") return asked;
   try {
     const kept = localStorage.getItem("headwise-language");
     if (kept === "en" || kept === "zh") return kept;
