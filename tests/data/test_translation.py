@@ -188,7 +188,7 @@ def test_no_sentence_of_either_side_is_in_two_splits(suffix: str, tmp_path: Path
 def test_a_split_far_from_its_share_is_refused():
     answers = ("yes", "no", "maybe")
     pairs = [SentencePair(f"question {n}", answers[n % 3]) for n in range(999)]
-    with pytest.raises(SpecError, match="split valid has 333 of 999 pairs instead of 5%, .* use split_by='sources'"):
+    with pytest.raises(SpecError, match=r"split valid has 333 of 999 pairs instead of 5%, .* use split_by='sources'"):
         ParallelCorpus.of(pairs, (0.05, 0.05), {})
     splits = ParallelCorpus.of(pairs, (0.05, 0.05), {}, split_by="sources").splits
     assert {name: len(rows) for name, rows in splits.items()} == {"train": 899, "valid": 50, "test": 50}
