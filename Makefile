@@ -21,9 +21,8 @@ SHAPES := --shapes
 CHECKED := not compile and not slow
 COMPILED := compile and not slow
 COMPILED_FILES = $$(grep -rl 'mark\.compile' tests --include='test_*.py')
-# Neighbouring tests share fixtures and compiled kernels, so each process gets a contiguous part and takes from the
-# others' ends. Tests that wait for a browser or for another process leave a core to a third process; compiling does not.
-PARALLEL := -n 3 --dist worksteal
+# Neighbouring tests share fixtures and compiled kernels, so each process gets a contiguous half and takes from the other's end.
+PARALLEL := -n 2 --dist worksteal
 QUICK := not slow and not compile and not anchors and not gpu and not lengthy
 
 .PHONY: help demo install web check check-docs check-code format fast test slow gpu mutate bench gpu-bench docs site clean broken
@@ -58,7 +57,7 @@ fast: $(STAMP)  ## a quick subset, stopping at the first failure
 
 test: $(STAMP) web  ## every test but the slow ones; warnings are errors
 	@$(BIN)/pytest $(PARALLEL) $(SHAPES) -m "$(CHECKED)"
-	@$(BIN)/pytest -n 2 --dist worksteal -m "$(COMPILED)" $(COMPILED_FILES)
+	@$(BIN)/pytest $(PARALLEL) -m "$(COMPILED)" $(COMPILED_FILES)
 	@HEADWISE_DEBUG_KERNELS=1 $(BIN)/pytest -n 2 --dist loadfile -m hypothesis tests/kernels
 
 slow: $(STAMP)  ## the slow tests, 500 hypothesis examples each

@@ -1,4 +1,4 @@
-"""A browser for the tests of the page: Debian's chromium without windows, driven by Playwright."""
+"""A browser for the tests of the page: Debian's chromium, driven by Playwright."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ViewServer, open_socket, read_static_files
 
 TOKEN = "token-of-the-tests"
-CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")  # the first needs a third less time
+CHROMIUM = shutil.which("chromium")
 MUST_RUN = bool(os.environ.get("REQUIRE_BROWSER"))
 
 
@@ -28,8 +28,8 @@ def require_browser() -> str:
     """The path of chromium; skips the test without one, unless REQUIRE_BROWSER=1."""
     if CHROMIUM is None:
         if MUST_RUN:
-            pytest.fail("REQUIRE_BROWSER is set, but there is no chromium; install chromium-headless-shell with apt")
-        pytest.skip("browser tests need chromium: sudo apt-get install -y chromium-headless-shell")
+            pytest.fail("REQUIRE_BROWSER is set, but there is no chromium; install it with apt")
+        pytest.skip("browser tests need chromium: sudo apt-get install -y chromium")
     return CHROMIUM
 
 
