@@ -92,6 +92,7 @@ def test_a_step_back_keeps_what_the_user_made(page: Any):
         page.get_by_role("link", name="Lab").click()
         page.get_by_role("switch", name="E1 H3").click()
         page.keyboard.press("p")
+        wait_until(page, "location.hash.includes('pins=1.3')")  # the address of a screen is written after a moment
         page.get_by_role("link", name="Text").click()
         page.get_by_role("heading", name="Text").wait_for()
         page.go_back()
@@ -105,7 +106,6 @@ def test_a_step_back_keeps_what_the_user_made(page: Any):
         assert page.get_by_role("switch", name="E1 H3").get_attribute("aria-checked") == "false"
         page.get_by_role("link", name="Text").click()
         page.get_by_role("heading", name="Text").wait_for()
-        page.wait_for_timeout(300)  # the address follows the screen before a key changes it
         page.keyboard.press("k")  # restores the head
         wait_until(page, "!location.hash.includes('off=')")
         page.go_back()
