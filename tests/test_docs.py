@@ -24,6 +24,7 @@ from headwise import cli
 from headwise.nn import head_axis_ops
 from headwise.parts import REGISTRY
 from support import layer_cases as cases
+from support.small_training import SHORT_RUNS
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -153,21 +154,8 @@ def test_chinese_guides_have_the_commands_code_figures_and_links_of_the_english_
 COMMANDS_PAGE = (ROOT / "docs" / "commands.md").read_text("utf-8")
 ERRORS_PAGE = (ROOT / "docs" / "errors.md").read_text("utf-8")
 # Arguments that make a command of the session short; the other arguments stay as they are.
-SHORT = {
+SHORT = SHORT_RUNS | {
     "demo": ["--quick"],
-    "train": ["--steps", "3", "--batch", "8", "--set", "recipe.evaluate_batches=1"],
-    "study": [
-        "--set",
-        "recipe.steps=2",
-        "--set",
-        "recipe.evaluate_batches=1",
-        "--set",
-        "seeds=[1,2]",
-        "--set",
-        "head_texts=2",
-        "--jobs",
-        "0",
-    ],
     "heads": ["--limit", "4", "--resamples", "100"],
     "prune": ["--limit", "4", "--seconds", "0.05"],
     "convert": ["--limit", "4", "--seconds", "0.05"],

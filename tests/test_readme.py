@@ -14,6 +14,7 @@ import pytest
 
 from headwise import cli
 from headwise.parts import REGISTRY
+from support.small_training import SHORT_RUNS
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGLISH, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
@@ -28,22 +29,6 @@ RESULTS = {
     "price_a_design.py": ("price_a_design.py", "block_sparse  runs this call"),
     "log_length.py": ("runs/log_length/model.safetensors", "recall: 3 steps"),
     "windows.toml": ("runs/windows/report/report.html", "windows, scale small"),
-}
-# Arguments that make a command of a story short; the other arguments stay as they are.
-SHORT = {
-    "train": ["--steps", "3", "--batch", "8", "--set", "recipe.evaluate_batches=1"],
-    "study": [
-        "--set",
-        "recipe.steps=2",
-        "--set",
-        "recipe.evaluate_batches=1",
-        "--set",
-        "seeds=[1,2]",
-        "--set",
-        "head_texts=2",
-        "--jobs",
-        "0",
-    ],
 }
 
 
@@ -103,7 +88,7 @@ def run_command(words: list[str]) -> None:
     command, _, target = " ".join(map(shlex.quote, words[1:])).partition(" '>' ")
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        assert cli.main(shlex.split(command) + SHORT.get(words[1], [])) == 0
+        assert cli.main(shlex.split(command) + SHORT_RUNS.get(words[1], [])) == 0
     (Path(target).write_text if target else print)(output.getvalue())
 
 

@@ -20,6 +20,7 @@ from headwise.training import loop
 from support.small_training import save_small_curves
 
 TESTS, SOURCE = Path(__file__).parents[1], Path(headwise.__file__).parents[1]
+MAX_SECONDS = 120  # of one function on all ranks
 
 
 def free_port() -> int:
@@ -58,7 +59,7 @@ def start_ranks(ranks: int, *arguments: str) -> list[subprocess.Popen[str]]:
     ]  # fmt: skip
 
 
-def wait_for_ranks(processes: list[subprocess.Popen[str]], timeout: float = 120) -> list[tuple[int, str, str]]:
+def wait_for_ranks(processes: list[subprocess.Popen[str]], timeout: float = MAX_SECONDS) -> list[tuple[int, str, str]]:
     """Exit code, standard output and standard error of each process."""
     try:
         outputs = [process.communicate(timeout=timeout) for process in processes]
@@ -71,22 +72,19 @@ def wait_for_ranks(processes: list[subprocess.Popen[str]], timeout: float = 120)
 # --- forked ranks --------------------------------------------------------------------------------------
 
 
-def run_ranks(ranks: int, function: str, folder: Path, timeout: float = 120) -> list[Any]:
+def run_ranks(ranks: int, function: str, folder: Path) -> list[Any]:
     """Results of "module.function" on each of `ranks` ranks, called with the folder.
 
     The ranks are forks of one new process: torch is imported once, and no thread of this process is missing in them.
     """
     folder.mkdir(exist_ok=True)
-    arguments = [str(ranks), function, str(folder), str(timeout)]
-    ended = subprocess.run(
-        [sys.executable, "-m", "support.rank_processes", *arguments],
-        env=child_environment(), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "support.rank_processes", str(ranks), function, str(folder)]
+    ended = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def fork_ranks(ranks: int, function: str, folder: Path, timeout: float) -> bool:
+def fork_ranks(ranks: int, function: str, folder: Path) -> bool:
     """Run a function on forks of this process; False if one fails or is not done in time."""
     module, _, name = function.rpartition(".")
     call = getattr(importlib.import_module(module), name)
@@ -99,12 +97,12 @@ def fork_ranks(ranks: int, function: str, folder: Path, timeout: float) -> bool:
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + MAX_SECONDS
     for process in processes:
         process.join(max(0, deadline - time.monotonic()))
     for rank, process in enumerate(processes):
         if process.exitcode is None:
-            print(f"rank {rank} is not done after {timeout:g} s", file=sys.stderr)
+            print(f"rank {rank} is not done after {MAX_SECONDS} s", file=sys.stderr)
             process.kill()
     return all(process.exitcode == 0 for process in processes)
 
@@ -118,4 +116,4 @@ def run_rank(call: Callable[[Path], Any], folder: Path, variables: dict[str, str
 if __name__ == "__main__":
     torch.set_num_threads(1)
     loop.save_curves = save_small_curves
-    sys.exit(not fork_ranks(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), float(sys.argv[4])))
+    sys.exit(not fork_ranks(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])))

@@ -121,6 +121,16 @@ def make_train_step(net: Transformer, recipe: Recipe, choice: StepOptions = PLAI
     return TrainStep(wrap_single_process(net), recipe, choice)
 
 
+# Arguments that make a documented command short; its other arguments stay as they are.
+SHORT_RUNS = {
+    "train": [*("--steps", "3"), *("--batch", "8"), *("--set", "recipe.evaluate_batches=1")],
+    "study": [
+        *("--set", "recipe.steps=2", "--set", "recipe.evaluate_batches=1"),
+        *("--set", "seeds=[1,2]", "--set", "head_texts=2", "--jobs", "0"),
+    ],
+}
+
+
 def save_small_curves(folder: Path, curves: LearningCurves, title: str) -> None:
     """Empty pictures instead of learning curves, because drawing them takes longer than most runs of tests."""
     for name in CURVE_FILES.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from ..translation.language import join_items
 from . import known_names
 from .argument_checks import check_choice, check_input_file, check_text_model, check_tokenizer
 from .arguments import parse_value
@@ -53,8 +54,9 @@ def check_text_arguments(args: argparse.Namespace) -> None:
     """Raise unless exactly one source of texts is given and exists, with a sensible --limit."""
     options = vars(args)
     if sum(options.get(name) is not None for name in TEXT_SOURCES) != 1:
-        links = ", --align SOURCE TARGET GOLD, --images PATH" if "align_files" in options else ""
-        raise UsageError(f"give exactly one source of texts: --data FILE, --conllu FILE{links}, or --task dates")
+        links = ["--align SOURCE TARGET GOLD", "--images PATH"] if "align_files" in options else []
+        sources = join_items(["--data FILE", "--conllu FILE", *links])
+        raise UsageError(f"give exactly one source of texts: {sources}, or --task dates")
     if args.answer_after and args.data is None:
         raise UsageError(f"--answer-after {args.answer_after!r} needs lines of text; give them with --data FILE")
     if args.limit is not None and args.limit < 2:

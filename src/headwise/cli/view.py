@@ -66,7 +66,7 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--lang",
         choices=LANGUAGES,
-        help="language of the page and of messages (default: the browser's, the locale's)",
+        help="language of the page and of messages (default: the browser's for the page, the locale's for messages)",
     )
     parser.add_argument("--no-browser", action="store_true", help="print the address only")
     parser.add_argument("--port", type=int, default=0, metavar="PORT", help="port of the page; 0 takes a free one")

@@ -216,7 +216,8 @@ class ParallelCorpus:
         if "valid" not in held_out_pairs:
             valid, test = shares[0], 0.0 if "test" in held_out_pairs else shares[1]
             indices = split_by_key(_group_keys(keys, 2 + (test > 0)), valid, test)
-            _check_split_sizes(indices, {"valid": valid, "test": test}, split_by)
+            if split_by == "sentences":
+                _check_split_sizes(indices, {"valid": valid, "test": test})
             splits |= {
                 split: [pairs[n] for n in indices[split]] for split in ("valid", "test") if split not in held_out_pairs
             }
@@ -232,11 +233,11 @@ class ParallelCorpus:
         return ParallelCorpus({"train": train_pairs, **splits}, notes)
 
 
-def _check_split_sizes(indices: Mapping[str, IndexArray], shares: Mapping[str, float], split_by: str) -> None:
+def _check_split_sizes(indices: Mapping[str, IndexArray], shares: Mapping[str, float]) -> None:
     """Raise SpecError if groups of pairs that share a sentence are so large that a split is far from its share."""
     total = sum(map(len, indices.values()))
     for split, share in shares.items():
-        if split_by != "sources" and len(indices[split]) > 2 * share * total + 10:
+        if len(indices[split]) > 2 * share * total + 10:
             fact = f"split {split} has {len(indices[split])} of {total} pairs instead of {share:.0%}"
             raise SpecError(
                 f"{fact}, because many pairs share a sentence; use split_by='sources', which lets targets be in both"

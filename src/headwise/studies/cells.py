@@ -197,7 +197,4 @@ def explain_missing_step(recipe: Recipe, text: str) -> str:
 
 def describe_task(task: Task) -> dict[str, Any]:
     """A task as plain values, from which `make_task` makes it again."""
-    values = {"task": task.name, **{one.name: getattr(task, one.name) for one in fields(task) if one.init}}
-    if values.get("source_field") == "":  # only pairs of sentences are split by a rule
-        del values["split_by"]
-    return values
+    return {"task": task.name, **{one.name: getattr(task, one.name) for one in fields(task) if one.init}}
