@@ -7,13 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headwise.head_analysis.resampling import (
-    confidence_interval,
-    correct_p_values,
-    draw_resamples,
-    resampled_ratios,
-    sign_flip_p_values,
-)
+from headwise.head_analysis.resampling import Jackknife, correct_p_values
 from induction_measures import TESTED, Array, Found, Story
 
 LEVEL = 0.05
@@ -96,7 +90,7 @@ def _likely(columns: Mapping[Key, Array]) -> dict[Key, float]:
     for count in {len(one) for one in columns.values()}:
         own = [key for key, one in columns.items() if len(one) == count]
         differences = np.nan_to_num(np.stack([columns[key] for key in own], -1))
-        p_values |= dict(zip(own, sign_flip_p_values(differences).tolist(), strict=True))
+        p_values |= dict(zip(own, Jackknife.of_ratio(differences).p_values().tolist(), strict=True))
     return p_values
 
 
@@ -132,14 +126,14 @@ def halfway(steps: Sequence[int], curve: Array) -> float:
 
 def spread(curve: Array) -> Array:
     """The mean of every draw of texts, [draws, steps], of [steps, texts]."""
-    draws = draw_resamples(curve.shape[1], DRAWS, 0)
-    return resampled_ratios(curve.T, np.ones((curve.shape[1], 1)), draws)
+    texts = curve.shape[1]
+    return np.random.default_rng(0).multinomial(texts, np.full(texts, 1 / texts), size=DRAWS) @ curve.T / texts
 
 
 def when(steps: Sequence[int], curve: Array) -> tuple[float, float, float]:
     """Halfway, and between which steps 95 % of draws of texts have it."""
-    low, high = confidence_interval(np.array([halfway(steps, one) for one in spread(curve)])[:, None])
-    return halfway(steps, curve.mean(1)), float(low[0]), float(high[0])
+    low, high = np.quantile([halfway(steps, one) for one in spread(curve)], (0.025, 0.975))
+    return halfway(steps, curve.mean(1)), float(low), float(high)
 
 
 def called(found: Found, story: Story, tests_by_key: Mapping[Key, Test]) -> list[int]:

@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 
 from headwise.head_analysis.head_classes import MIN_SCORE
-from headwise.head_analysis.resampling import confidence_interval
+from headwise.head_analysis.resampling import Jackknife
 from induction_curves import (
     AGAIN,
     CONTEXT,
@@ -23,7 +23,6 @@ from induction_curves import (
     called,
     curves,
     in_context,
-    spread,
     tests,
     when,
 )
@@ -87,7 +86,7 @@ class PageWriter:
 
     def cell(self, story: Story, at: int, name: str, curve: Array) -> str:
         """A mean over texts with its confidence interval."""
-        low, high = confidence_interval(spread(curve))
+        low, high = Jackknife.of_ratio(curve.T).interval()
         star = "*" if at and self.tests["change", story.seed, self.kept[at], name].verdict else ""
         numbers = (_short(float(number), name) for number in (curve[at].mean(), low[at], high[at]))
         return "{}{star} ({} to {})".format(*numbers, star=star)
@@ -98,7 +97,7 @@ class PageWriter:
         followed = curves(story)
         (own, first, last), (theirs, begins, ends) = (when(self.kept, followed[one]) for one in ("induction", CONTEXT))
         if between is None:
-            low, high = confidence_interval(spread(followed[CONTEXT]))
+            low, high = Jackknife.of_ratio(followed[CONTEXT].T).interval()
             falls = "falls nevertheless" if high[-1] < 0 else "does not fall either"
             return (
                 f"Seed {story.seed}: no induction head within {self.kept[-1]:,} steps. The in-context score {falls}: "

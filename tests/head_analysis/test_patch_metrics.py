@@ -111,7 +111,7 @@ def test_heads_built_by_hand_get_their_classes():
     images = torch.randn(8, COUNT, 3)
     hw.sites(model, images[:2])
     examples = [Example(image[None], {"text": TOKENS}) for image in images]
-    options = MeasureOptions(metrics=IMAGE_METRICS, num_resamples=100)
+    options = MeasureOptions(metrics=IMAGE_METRICS)
     table = hw.classify_heads(hw.measure_heads(model, examples, options=options))
     names = [{one.name for one in head.classes} for head in table.heads]
     for head, name in enumerate(("row", "column", "neighbour", "self", "sink")):
@@ -131,7 +131,7 @@ def test_measures_of_chosen_sites_only():
     model, images = nn.Sequential(FixedHeads(), nn.Linear(12, 3), FixedHeads()).eval(), torch.randn(3, COUNT, 3)
     hw.sites(model, images)
     examples = [Example(image[None], {"text": TOKENS}) for image in images]
-    options = MeasureOptions(metrics=IMAGE_METRICS, num_resamples=100, sites=("model.2.attention",))
+    options = MeasureOptions(metrics=IMAGE_METRICS, sites=("model.2.attention",))
     table = hw.measure_heads(model, examples, options=options)
     assert table.sites == ("model.2.attention",)
     both = hw.measure_heads(model, examples, options=options._replace(sites=()))

@@ -11,15 +11,13 @@ import pytest
 import scipy  # imports scipy.stats when a test needs it
 
 from headwise.studies.cells import CellGrid
+from headwise.studies.report_page import Span, difference_figure, scatter_figure, strip_figure
 from headwise.studies.seed_statistics import (
     VariantScore,
-    bootstrap_mean,
     compare_seeds,
+    mean_interval,
     paired_t_test,
     score_variants,
-    student_quantile,
-    student_tail,
-    t_interval,
 )
 from headwise.studies.study_file import Readout, parse_study
 from headwise.studies.study_report import list_claims
@@ -38,38 +36,50 @@ def scores_of(results: StudyResults) -> dict[tuple[str, str], VariantScore]:
     return score_variants(results, compare_seeds(results))
 
 
-@pytest.mark.parametrize(("t", "freedom"), [(0.0, 3), (0.3, 1), (2.1, 2), (4.4, 4), (1.0, 9), (30.0, 3), (2.0, 200)])
-def test_tail_of_student(t: float, freedom: int):
-    assert student_tail(t, freedom) == pytest.approx(2 * scipy.stats.t.sf(t, freedom), rel=1e-9, abs=1e-12)
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 5, 30])
-def test_quantile_of_student(freedom: int):
-    assert student_quantile(freedom) == pytest.approx(scipy.stats.t.ppf(0.975, freedom), rel=1e-9)
-
-
 def test_interval_of_differences_is_scipys():
     values = np.random.default_rng(1).normal(0.2, 1, 5)
     expected = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
-    assert t_interval(values.tolist())[1:] == pytest.approx((expected.low, expected.high), rel=1e-9)
+    assert mean_interval(values.tolist())[1:] == pytest.approx((expected.low, expected.high), rel=1e-9)
 
 
 def test_paired_test_is_scipys():
     generator = np.random.default_rng(0)
-    for count in (2, 3, 7, 20):
+    for count in (2, 3, 7, 9):
         ours, theirs = generator.normal(0.3, 1, count), generator.normal(0, 1, count)
         expected = scipy.stats.ttest_rel(ours, theirs).pvalue
         assert paired_t_test(ours - theirs) == pytest.approx(expected, rel=1e-8)
-    assert math.isnan(paired_t_test([1.0]))
-    assert (paired_t_test([0.0, 0.0]), paired_t_test([0.5, 0.5])) == (1.0, 0.0)
 
 
-def test_bootstrap_interval_is_scipys():
-    values = np.random.default_rng(3).normal(size=12)
-    own = bootstrap_mean(values)
-    theirs = scipy.stats.bootstrap((values,), np.mean, method="percentile", n_resamples=200_000, random_state=0)
-    assert own.value == pytest.approx(values.mean())
-    assert own[1:] == pytest.approx(tuple(theirs.confidence_interval), abs=0.03)
+@pytest.mark.parametrize("differences", [[1.0], [0.0, 0.0], [0.25, 0.25], [0.1 + 0.2, 0.3, 0.3], [0.5] * 20])
+def test_seeds_without_spread_have_no_p(differences: list[float]):
+    assert math.isnan(paired_t_test(differences))
+
+
+def test_seeds_without_spread_decide_nothing_and_are_named():
+    results = make_results({"mha": [0.25] * 4, "gqa": [0.5] * 4, "linear": [0.2, 0.25, 0.2, 0.25]})
+    compared = compare_seeds(results)
+    gqa, linear = (compared[name, "recall"] for name in ("gqa", "linear"))
+    assert math.isnan(gqa.corrected_p)
+    assert not gqa.is_significant
+    assert linear.corrected_p == linear.p  # the comparison without spread is not one of the tests
+    assert not scores_of(results)["gqa", "recall"].is_best
+    claims = list(list_claims(results, scores_of(results), compared))
+    assert "recall: no significant difference from mha: gqa +0.250 (no spread)" in " ".join(claims)
+    spans = {name: Span(*score.mean) for (name, _), score in scores_of(results).items()}
+    seeds = {"mha": [0.25] * 4, "gqa": [0.5] * 4, "linear": [0.2, 0.25, 0.2, 0.25]}
+    figures = [
+        strip_figure(seeds, spans, "mha", "accuracy"),
+        difference_figure({"gqa": ([0.25] * 4, spans["gqa"])}, "x"),
+    ]
+    figures.append(
+        scatter_figure({name: (1.0 + n, span) for n, (name, span) in enumerate(spans.items())}, "a", "b", True)
+    )
+    assert not any("nan" in figure for figure in figures)
+
+
+def test_the_interval_of_a_share_ends_at_1():
+    low, high = mean_interval([0.99, 1.0, 0.98], "accuracy")[1:]
+    assert (low < 0.98, high) == (True, 1.0)
 
 
 def make_results(values: dict[str, list[float | None]], **changes: Any) -> StudyResults:
@@ -166,9 +176,10 @@ def test_best_needs_significance():
     equal = scores_of(make_results({"mha": [0.5, 0.6, 0.7, 0.4], "gqa": [0.9, 0.2, 0.8, 0.4], "linear": [0.1] * 4}))
     assert not equal["gqa", "recall"].is_best  # a larger mean, but not significantly
     assert not equal["mha", "recall"].is_best
-    beaten = scores_of(make_results({"mha": [0.9] * 4, "gqa": [0.2, 0.3, 0.2, 0.3], "linear": [0.1] * 4}))
+    spread = [0.1, 0.12, 0.11, 0.1]
+    beaten = scores_of(make_results({"mha": [0.9] * 4, "gqa": [0.2, 0.3, 0.2, 0.3], "linear": spread}))
     assert beaten["mha", "recall"].is_best
-    close = scores_of(make_results({"mha": [0.9] * 4, "gqa": [0.2, 0.9, 0.9, 0.9], "linear": [0.1] * 4}))
+    close = scores_of(make_results({"mha": [0.9] * 4, "gqa": [0.2, 0.9, 0.9, 0.9], "linear": spread}))
     assert not close["mha", "recall"].is_best  # the best mean, but one variant is not significantly worse
 
 

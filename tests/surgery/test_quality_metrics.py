@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy
 import torch
 import torch.nn.functional as F
 
@@ -16,18 +17,15 @@ from headwise.data import make_task
 from headwise.data.translation import make_bleu, score_translations
 from headwise.head_analysis.annotated_examples import Example
 from headwise.head_analysis.objectives import MaskedTokenLoss, OutputDrift
-from headwise.head_analysis.resampling import draw_resamples
 from headwise.surgery.attention_replacement import remove_heads
 from headwise.surgery.verification.model_comparison import AgreementAccumulator, OutputAndStates
 from headwise.surgery.verification.quality_metrics import (
-    BOOTSTRAP_RESAMPLES,
-    BOOTSTRAP_SEED,
     SCORING_BATCH_SIZE,
     IntervalEstimate,
     MetricRow,
     TextCounts,
     TranslationPair,
-    _bootstrap_bleu,
+    _jackknife_bleu,
     build_metric_row,
     compare_task_scores,
     compare_translated_texts,
@@ -76,25 +74,37 @@ def test_perplexity_is_that_of_the_definition_over_all_places_together():
     assert found.row("loss").after.low < found.row("loss").after.value < found.row("loss").after.high
 
 
-def test_an_interval_is_that_of_texts_drawn_one_by_one():
-    counts = [TextCounts({"loss": total}, places) for total, places in ((3.0, 2), (9.0, 3), (1.0, 5), (8.0, 4))]
-    recorded = []
-    for times in draw_resamples(4, BOOTSTRAP_RESAMPLES, BOOTSTRAP_SEED).astype(int):
-        some = [one for one, often in zip(counts, times, strict=True) for _ in range(often)]
-        recorded.append(sum(one.sums["loss"] for one in some) / sum(one.num_positions for one in some))
-    expected = (21.0 / 14.0, *np.quantile(recorded, (0.025, 0.975)))
-    assert build_metric_row("loss", "loss", (counts, None)).after == pytest.approx(expected)
+def test_an_interval_is_students_t_over_texts():
+    totals = np.array([3.0, 9.0, 1.0, 8.0])
+    expected = scipy.stats.ttest_1samp(totals / 2, 0).confidence_interval(0.95)
+    row = build_metric_row("loss", "loss", ([TextCounts({"loss": total}, 2) for total in totals], None))
+    assert row.after == pytest.approx((21.0 / 8, expected.low, expected.high))
+    curved = build_metric_row(
+        "perplexity", "loss", ([TextCounts({"loss": total}, 2) for total in totals], None), np.exp
+    )
+    assert curved.after == pytest.approx(np.exp(row.after))
 
 
-def test_a_difference_has_the_same_texts_drawn_of_both():
-    before = [TextCounts({"loss": total * 2.0}, 2) for total in (3.0, 9.0, 1.0, 8.0)]
-    after = [TextCounts({"loss": one.sums["loss"] + 0.5 * 2}, 2) for one in before]
+def test_a_difference_is_that_of_the_same_texts():
+    totals = (3.0, 9.0, 1.0, 8.0, 2.0, 5.0)
+    before = [TextCounts({"loss": total * 2}, 2) for total in totals]
+    after = [TextCounts({"loss": total * 2 + 1 + total / 50}, 2) for total in totals]
     row = build_metric_row("loss", "loss", (after, before))
-    assert row.change == pytest.approx((0.5, 0.5, 0.5))
+    assert row.change.value == pytest.approx(0.5 + sum(totals) / 600)
     assert row.before.high - row.before.low > 1  # each alone is uncertain, their difference is not
     assert describe_change(row) == "worse"
     assert describe_change(row._replace(better="higher")) == "better"
     assert describe_change(row._replace(change=None)) == "not compared"
+
+
+@pytest.mark.parametrize(("shift", "count", "verdict"), [
+    (0.5, 5, "undecided, too few texts"), (0.5, 6, "worse"),
+    (1e-8, 5, "no difference shown"), (1e-8, 9, "no difference shown"),
+])  # fmt: skip
+def test_equal_changes_of_few_texts_decide_nothing(shift: float, count: int, verdict: str):
+    before = [TextCounts({"loss": 2.0 + n}, 1) for n in range(count)]
+    after = [TextCounts({"loss": 2.0 + n + shift}, 1) for n in range(count)]
+    assert describe_change(build_metric_row("loss", "loss", (after, before))) == verdict
 
 
 def estimate(value: float) -> IntervalEstimate:
@@ -211,14 +221,13 @@ def test_numbers_that_are_not_finite_are_refused():
         measure_quality(net, make_examples("decoder"))
 
 
-def test_bleu_is_that_of_sacrebleu_and_its_draws_those_of_corpora():
+def test_bleu_is_that_of_sacrebleu_with_all_pairs_and_without_each():
     result = ["the cat sat on the mat", "a dog ran in the big park", "he likes green tea very much", "it is a cold day"]
     expected = ["the cat sat on a mat", "a dog ran in the park", "she likes black tea very much", "it was a cold day"]
-    draws = draw_resamples(4, 5, 0)
-    found = _bootstrap_bleu(make_bleu("13a", effective_order=True), result, expected, draws)
-    assert found[0] == pytest.approx(score_translations(result, expected).bleu)
-    for times, one in zip(draws.astype(int), found[1:], strict=True):
-        some = [n for n in range(4) for _ in range(times[n])]
+    found = _jackknife_bleu(make_bleu("13a", effective_order=True), result, expected)
+    assert found.value == pytest.approx(score_translations(result, expected).bleu)
+    for number, one in enumerate(found.without):
+        some = [n for n in range(4) if n != number]
         assert one == pytest.approx(score_translations([result[n] for n in some], [expected[n] for n in some]).bleu)
 
 

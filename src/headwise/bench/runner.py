@@ -23,6 +23,7 @@ from ..cache import KVCache
 from ..costs.roofline import accelerator_type
 from ..errors import SpecError, suggest
 from ..files import FolderLock, write_atomically
+from ..head_analysis.resampling import t_quantile
 from ..kernels.compilation import compile_when_called
 from ..nn.attention import Attention
 from ..presets import design
@@ -188,9 +189,6 @@ def _iter_cases(kind: CaseKind, quick: bool) -> Iterator[BenchmarkCase]:
 
 # --- Power laws and crossings --------------------------------------------------------------------------
 
-# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; the normal quantile beyond.
-STUDENT_T_975 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-NORMAL_975 = 1.96
 MIN_POINTS = 3  # fewest points for a confidence interval
 
 
@@ -227,8 +225,7 @@ def fit_power_law(seconds: Mapping[int, float]) -> PowerLawFit | None:
         return None
     xs, ys = [math.log(size) for size in used], [math.log(seconds[size]) for size in used]
     power, std_error = _fit_line(xs, ys)
-    degrees = len(used) - 2
-    half_width = std_error * (STUDENT_T_975[degrees - 1] if degrees <= len(STUDENT_T_975) else NORMAL_975)
+    half_width = std_error * float(t_quantile(len(used) - 2, 0.975))
     return PowerLawFit(power, power - half_width, power + half_width, used[0], len(used))
 
 

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import pluralise
 from ..output_paths import check_output
 from ..progress import ProgressReporter
 from ..translation.language import join_items, localise
@@ -133,8 +132,7 @@ def _describe_weights(model: Any, examples: Sequence[Example], args: argparse.Na
         extras.weights["spectra"] = [spectrum.data for spectrum in spectra]
         extras.lines += [circuit_summary.describe_spectrum(spectrum) for spectrum in spectra]
     if args.collapse:
-        options = {"num_resamples": args.resamples, "seed": args.seed}
-        depths = rank_analysis.measure_rank_collapse(model, examples, **options)
+        depths = rank_analysis.measure_rank_collapse(model, examples)
         extras.weights["collapse"] = circuit_summary.collapse_data(depths)
         extras.lines += circuit_summary.describe_collapse(depths)
 
@@ -148,7 +146,6 @@ def _measure_importance(
     options = ImportanceOptions(
         max_seconds=args.budget,
         normalisation="layer" if args.normalise_layers else "",
-        num_resamples=args.resamples,
         seed=args.seed,
     )
     progress = report.counter(f"importance of heads ({args.importance})", len(examples), "texts")
@@ -243,7 +240,7 @@ def _parser() -> CommandParser:
     parser = CommandParser(
         "heads",
         "Measure what every head of a model attends to over texts or images, compare it with chance, and classify the "
-        "heads, with bootstrap confidence intervals.",
+        "heads, with confidence intervals.",
         "headwise heads path/to/model --data texts.txt --importance michel",
         "headwise heads path/to/model --text 'The cat sat.' --show norms",
     )
@@ -308,7 +305,6 @@ def _add_expert_arguments(parser: CommandParser) -> None:
     add_engine_arguments(
         expert, "where texts are measured: local: in this process; ray: on a cluster of several machines"
     )
-    expert.add_argument("--resamples", type=int, default=1000, metavar="COUNT", help="bootstrap resamples")
     expert.add_argument("--seed", type=int, default=0, metavar="INT", help="random seed")
     expert.add_argument(
         "--budget", type=float, metavar="SECONDS", help="time limit for --importance (default: no limit)"
@@ -334,8 +330,6 @@ def _check_arguments(args: argparse.Namespace, parser: CommandParser) -> None:
     check_text_arguments(args)
     if args.images is not None:
         _check_image_arguments(args)
-    if args.resamples < 100:
-        raise UsageError(f"--resamples {args.resamples} is too few for a confidence interval; give at least 100")
     if args.answer_after and args.importance is None:
         raise UsageError("--answer-after limits the loss of --importance; add --importance METHOD")
     if args.normalise_layers and args.importance is None:
@@ -442,7 +436,7 @@ def _measure_model(
     from ..head_analysis.word_alignment import AlignmentScores
 
     kind = "text" if args.images is None else "image"
-    options = MeasureOptions(num_resamples=args.resamples, seed=args.seed, sites=site_names)
+    options = MeasureOptions(sites=site_names)
     options = options if args.images is None else options._replace(metrics=IMAGE_METRICS)
     if args.engine == "ray":
         from ..studies.ray_engine import RayHeads
@@ -461,7 +455,7 @@ def _measure_model(
     table = measure_and_classify(
         model, examples, criteria=args.criteria, options=options, collectors=collectors, progress=progress
     )
-    return replace(table, texts=pluralise(len(examples), kind))
+    return replace(table, texts=table.texts.replace("text", kind))
 
 
 def _format_table(table: HeadTable, args: argparse.Namespace) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..inspect.hooks import SiteModule
 from .annotated_examples import Example
-from .resampling import Array, excess_p_values, holm_correction, ratio_of_sums
+from .resampling import Array, correct_p_values, excess_p_values, ratio_of_sums
 from .weight_bands import WeightBand, stream_weight_bands
 
 MAX_SINK_TEXTS = 32  # texts on which the first token is measured, at most
@@ -84,8 +84,8 @@ class FirstTokenSums:
                 for head in range(len(value))
                 if not math.isnan(value[head])
             ]
-        corrected = holm_correction([weight.p for weight in weights])
-        return [weight._replace(p=p) for weight, p in zip(weights, corrected, strict=True)]
+        corrected = correct_p_values([weight.p for weight in weights])
+        return [weight._replace(p=float(p)) for weight, p in zip(weights, corrected, strict=True)]
 
 
 def _first_token_sums(band: WeightBand) -> Array:

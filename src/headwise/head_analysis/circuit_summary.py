@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..errors import SpecError
-from .head_circuits import AttentionCircuits, TokenTables, copying_score, get_circuits, get_token_tables
+from .head_circuits import AttentionCircuits, TokenTables, copying_score, fold_norms, get_circuits, get_token_tables
 from .rank_analysis import DepthSimilarity, LayerSpectrum
 
 FEWER = 0.9  # dimensions over those of Gaussian matrices below which a sentence says that heads share dimensions
@@ -42,8 +42,8 @@ class HeadCircuit(NamedTuple):
 def measure_head_circuits(model: nn.Module) -> tuple[HeadCircuit, ...]:
     """Copying score, norm of W_O and norm of W_V W_O of every head of a model, from the weights alone.
 
-    Norms are Frobenius norms. Self-attention of a stack with a token embedding is scored over tokens, all other
-    attention over states.
+    Norms are Frobenius norms. Self-attention of a stack with a token embedding is scored over tokens, with the gains of
+    the norm before it and of the final norm (see `fold_norms`), all other attention over states, without any norm.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -67,7 +67,7 @@ def _token_tables(model: nn.Module, site: str) -> TokenTables | None:
     if site.rpartition(".")[2] != "attention":
         return None
     try:
-        return get_token_tables(model, site.partition(".")[0])
+        return fold_norms(model, site, get_token_tables(model, site.partition(".")[0]))
     except SpecError:
         return None
 

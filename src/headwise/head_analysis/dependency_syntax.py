@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from ..inspect.model_inputs import get_streams, is_encoder_decoder
 from .annotated_examples import Example, TokenAnnotations
 from .head_metrics import MAX_OFFSET
 from .head_table import Measure
-from .resampling import CONFIDENCE, Array, confidence_interval, draw_resamples, ratio_of_sums, resampled_ratios
+from .resampling import CONFIDENCE, Array, Jackknife
 from .weight_bands import WeightBand, WordBandMerger, WordGrouping, merge_annotations, stream_weight_bands
 
 # --- Dependencies as pairs of words --------------------------------------------------------------------
@@ -211,24 +210,23 @@ class DependencyScores:
         self._sums, self._best_readers, self._pairs = {}, {}, None
         self._words.finish_example()
 
-    def measures(self, resamples: Array) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
+    def measures(self) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
         """The share of each relation's dependencies that each head finds; chance is the best baseline.
 
         The interval is that of the head's margin over the best baseline, moved to the head's own value. It is corrected
-        for testing all heads, relations and directions at once (Bonferroni: one false claim in 20 data sets). Bootstrap
-        draws do not reach that far into the tails, so the interval is a normal one with the standard deviation of the
-        draws, cut off at 0 and 1.
+        for testing all heads, relations and directions at once (Bonferroni: one false claim in 20 data sets), and cut
+        off at 0 and 1.
         """
         keys = dict.fromkeys(key for counts in self.counts_by_example for key in counts)
         counts_by_key = {key: self._stack_counts(key) for key in keys}
         counts_by_key = {key: counts for key, counts in counts_by_key.items() if counts[..., -1].sum() >= self.min_arcs}
         baselines = self.convention.num_baselines
         tests = sum(counts.shape[1] - baselines - 1 for counts in counts_by_key.values())
-        num_deviations = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / max(1, tests))
+        confidence = 1 - (1 - CONFIDENCE) / max(1, tests)
         measures: dict[tuple[str, int], dict[str, Measure]] = {}
         for (site, (relation, towards)), counts in counts_by_key.items():
             name = f"{SYNTAX_PREFIX} {relation} to {towards}"
-            for head, measure in enumerate(_relation_measures(counts, baselines, resamples, num_deviations)):
+            for head, measure in enumerate(_relation_measures(counts, baselines, confidence)):
                 measures.setdefault((site, head), {})[name] = measure
         return measures
 
@@ -251,21 +249,21 @@ def is_relation_measure(measure: str) -> bool:
     return measure.startswith(f"{SYNTAX_PREFIX} ") and not measure.startswith(f"{SYNTAX_PREFIX} {ALL_RELATIONS} ")
 
 
-def _relation_measures(sums: Array, num_baselines: int, resamples: Array, num_deviations: float) -> list[Measure]:
+def _relation_measures(sums: Array, num_baselines: int, confidence: float) -> list[Measure]:
     """Share of one relation's dependencies, in one direction, that each head finds."""
-    counts = sums[:, -1:]
-    values = ratio_of_sums(sums[:, :-1], np.broadcast_to(counts, sums[:, :-1].shape))
-    resampled = resampled_ratios(sums[:, :-1], counts, resamples)
-    chance = values[-num_baselines:].max()
-    margins = resampled[:, :-num_baselines] - resampled[:, -num_baselines:].max(1, keepdims=True)
-    deviations = np.nanstd(margins, 0, ddof=1)
-    measures: list[Measure] = []
-    for value, deviation in zip(values[:-num_baselines].tolist(), deviations.tolist(), strict=True):
-        half = num_deviations * deviation
-        p = NormalDist().cdf((chance - value) / deviation) if deviation > 0 else float(value <= chance)
-        low, high = max(0.0, value - half), min(1.0, value + half)
-        measures.append(Measure(value, low, high, float(chance), float(counts.sum()), p))
-    return measures
+    shares = Jackknife.of_ratio(sums[:, :-1], sums[:, -1:])
+    values, chance = shares.value[:-num_baselines], shares.value[-num_baselines:].max()
+
+    def margin(values: Array) -> Array:
+        return values[..., :-num_baselines] - values[..., -num_baselines:].max(-1, keepdims=True)
+
+    margins = shares.map(margin)
+    low, high = (np.clip(end + chance, 0, 1) for end in margins.interval(confidence))
+    num_arcs = float(sums[:, -1].sum())
+    columns = (array.tolist() for array in (values, low, high, margins.p_values(sides=1)))
+    return [
+        Measure(value, start, end, float(chance), num_arcs, p) for value, start, end, p in zip(*columns, strict=True)
+    ]
 
 
 # --- A probe on the attention weights of all heads -----------------------------------------------------
@@ -287,7 +285,6 @@ class ProbeOptions:
 
     test_fraction: float = 0.3
     weight_decay: float = 1e-4
-    num_resamples: int = 1000
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -406,7 +403,7 @@ def train_attention_probe(
     chance = np.concatenate(
         [np.full(len(own[n].dependencies), 1 / (own[n].attention_maps.shape[1] - 1)) for n in test]
     ).mean()
-    scores = [_accuracy_measure(hits, float(chance), options) for hits in (*correct, correct_by_offset)]
+    scores = [_accuracy_measure(hits, float(chance)) for hits in (*correct, correct_by_offset)]
     notes = (f"left out {pluralise(left_out, 'text')} without dependencies",) if left_out else ()
     counts = [sum(len(own[n].dependencies) for n in part) for part in (train, test)]
     return ProbeResult(
@@ -539,12 +536,12 @@ def _best_offset(sentences: Sequence[ProbeSentence]) -> int:
     return max(choices, key=lambda offset: (offsets.count(offset), -abs(offset), -offset))
 
 
-def _accuracy_measure(correct: Sequence[Sequence[float]], chance: float, options: ProbeOptions) -> Measure:
-    """Accuracy with a bootstrap interval over texts."""
-    sums, counts = (np.array([[float(reduction(hits))] for hits in correct]) for reduction in (sum, len))
-    resamples = draw_resamples(len(correct), options.num_resamples, options.seed)
-    low, high = confidence_interval(resampled_ratios(sums, counts, resamples))
-    return Measure(float(ratio_of_sums(sums, counts)[0]), float(low[0]), float(high[0]), chance)
+def _accuracy_measure(correct: Sequence[Sequence[float]], chance: float) -> Measure:
+    """Accuracy with an interval over texts."""
+    sums, counts = (np.array([float(reduction(hits)) for hits in correct]) for reduction in (sum, len))
+    accuracy = Jackknife.of_ratio(sums, counts)
+    low, high = accuracy.interval()
+    return Measure(float(accuracy.value), float(low), float(high), chance)
 
 
 def _head_probe_weights(heads: Sequence[tuple[str, int]], weight: Tensor) -> tuple[HeadProbeWeight, ...]:

@@ -1,7 +1,8 @@
 """Circuits of a head from its weights alone: which states it compares (QK), and what it carries to the output (OV).
 
 Scores are x W_Q W_K^T z and outputs are w z W_V W_O: two maps of the model's width, each kept as the product of two
-narrow matrices (Elhage et al. 2021). Biases, norms and transforms of queries and keys are not part of them.
+narrow matrices (Elhage et al. 2021). Biases, norms and transforms of queries and keys are not part of them;
+`fold_norms` adds the norms to the maps from tokens to tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from ..errors import SpecError
 from ..inspect.attention_sites import find_attention
 from ..interfaces import Mix, OutputStep, QKTransform
+from ..model_spec.components import NormSpec
 from ..nn.attention import Attention
 from ..spec.attention_spec import AttentionSpec
 from .annotated_examples import Example
@@ -297,6 +299,50 @@ def get_token_tables(model: nn.Module, stack: str) -> TokenTables:
     return TokenTables(embed, unembed.T, note)
 
 
+# The norm before the attention and the norm of its output, by placement of the norms. A post-norm layer has norms of
+# the residual stream instead, which belong to no single head.
+NORM_BEFORE = {**dict.fromkeys(("pre", "abreast", "sandwich"), "attention_norm"), "parallel": "norm"}
+NORM_AFTER = {"sandwich": "attention_norm_after", "after": "attention_norm"}
+
+
+def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
+    """Fold the norms between tokens and the self-attention at `site` into the token tables, as linear maps.
+
+    The norm before the attention becomes part of the embedding; a norm of its output and the final norm become part of
+    the unembedding. Of each norm, the gain and the subtraction of the mean (layer norm) are folded. The division by
+    the standard deviation only scales each token, and biases add the same to all of them: both are left out, and so
+    are norms of the residual stream in post-norm layers.
+    """
+    native = as_native_model(model)
+    stack_name, layer, _ = site.split(".")
+    stack = next(stack for stack in native.spec.stacks if stack.name == stack_name)
+    block, last = stack.layers[int(layer)], native.spec.stacks[-1]
+    place = f"{stack_name}.{layer if stack.weights_of == 'each' else 0}"
+    state = native.state_dict(keep_vars=True)
+
+    def fold(norm: NormSpec | None, name: str, table: Tensor, axis: int) -> Tensor:
+        """Apply a norm's linear part to a table whose `axis` holds the channels, before or after the table."""
+        if norm is None:
+            return table
+        gain = state.get(f"{name}.weight")
+        shape = [-1 if n == axis else 1 for n in range(2)]
+        factor = 1.0 if gain is None else gain.detach().double().view(shape) + (norm.kind == "offset")
+        is_centred = norm.kind in ("layer", "unbiased", "bare")
+        if axis == 0:  # the table follows the norm: the gain comes first in its rows
+            table = factor * table
+        if is_centred:
+            table = table - table.mean(axis, keepdim=True)
+        return table if axis == 0 else factor * table
+
+    embed, unembed = tables.embed.double(), tables.unembed.double()
+    if (before := NORM_BEFORE.get(block.placement)) is not None:
+        embed = fold(block.norm, f"{place}.{before}", embed, axis=1)
+    unembed = fold(last.norm, f"{last.name}.norm", unembed, axis=0)
+    if (after := NORM_AFTER.get(block.placement)) is not None:
+        unembed = fold(block.norm, f"{place}.{after}", unembed, axis=0)
+    return TokenTables(embed, unembed, tables.note)
+
+
 # --- Contributions of heads to the residual stream -----------------------------------------------------
 
 MAX_CHUNK_CELLS = 2**22  # largest number of values computed at once for the heads of a layer
@@ -316,9 +362,7 @@ class ResidualContribution(NamedTuple):
     share: Measure
 
 
-def measure_residual_contributions(
-    model: nn.Module, examples: Iterable[Example], *, num_resamples: int = 1000, seed: int = 0
-) -> tuple[ResidualContribution, ...]:
+def measure_residual_contributions(model: nn.Module, examples: Iterable[Example]) -> tuple[ResidualContribution, ...]:
     """Measure how much every head of a model writes into the residual stream, over texts.
 
     It needs a model whose circuits are known. Output biases belong to no head, and a norm after the attention is left
@@ -339,7 +383,7 @@ def measure_residual_contributions(
     rows: list[ResidualContribution] = []
     for name, folds in sums.items():
         if folds.count:
-            means = folds.mean_intervals(num_resamples, seed)
+            means = folds.mean_intervals()
             heads = means.mean.shape[1]
             rows += [
                 ResidualContribution(name, head, means.measure_at((0, head)), means.measure_at((1, head), 1 / heads))

@@ -10,7 +10,7 @@ classes, and one without any class is "unclear".
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from . import literature_metrics
 from .dependency_syntax import is_relation_measure
 from .head_table import HeadClass, HeadMeasures, HeadTable, Measure
 from .literature_metrics import OFFSET_NAMES, offset_class_name
-from .resampling import holm_correction
+from .resampling import correct_p_values
 from .word_alignment import ALIGNMENT_PREFIX, ROW_CONVENTIONS
 
 MIN_SCORE = 0.1  # smallest normalised score that earns a class, even if it is significant
@@ -77,7 +77,7 @@ def normalised_score(measure: Measure) -> float:
 
 
 def _evidence_sentence(measure: Measure, template: str, baseline: str = "chance") -> str:
-    interval = "" if math.isnan(measure.low) else f", 95 % interval {measure.low:.2f} to {measure.high:.2f}"
+    interval = f", 95 % interval {measure.low:.2f} to {measure.high:.2f}" if measure.low < measure.high else ""
     rows = "" if math.isnan(measure.rows) else f", {pluralise(round(measure.rows), 'row')}"
     return f"{template.format(f'{measure.value:.2f}')}; {baseline} {measure.chance:.2f}{interval}{rows}"
 
@@ -129,39 +129,62 @@ def default_classes(table: HeadTable) -> list[list[HeadClass]]:
         for by_head, flags in zip(candidates, is_tested, strict=True)
         for one, tested in zip(by_head, flags, strict=True)
     ]
-    corrected = iter(holm_correction(p_values))
+    corrected = iter(correct_p_values(p_values).tolist())
     return [_significant_classes([(one, next(corrected)) for one in by_head]) for by_head in candidates]
 
 
 def _significant_classes(candidates: list[tuple[ClassCandidate, float]]) -> list[HeadClass]:
     """Classes of one head among its candidates with their corrected p-values."""
-    classes: list[HeadClass] = []
-    strongest = ""
-    for candidate, p in sorted(candidates, key=lambda pair: -normalised_score(pair[0].measure)):
-        score = normalised_score(candidate.measure)
-        evidence = f"{candidate.evidence}, {_test_phrase(candidate.measure, p)}"
-        strongest = strongest or f"; the strongest candidate is {candidate.name}: {evidence}"
-        if p < SIGNIFICANCE and score >= MIN_SCORE:
-            classes.append(HeadClass(candidate.name, score, evidence))
-    return classes or [HeadClass(UNCLEAR, 0.0, f"no measure is clearly above chance{strongest}")]
+    classes = [
+        HeadClass(one.name, normalised_score(one.measure), f"{one.evidence}, {_test_phrase(one.measure, p)}")
+        for one, p in candidates
+        if p < SIGNIFICANCE and normalised_score(one.measure) >= MIN_SCORE
+    ]
+    is_tested = any(not math.isnan(p) for _, p in candidates)
+    reason = "no measure is clearly above chance" if is_tested else _untested_reason([one for one, _ in candidates])
+    return classes or [_unclear(reason, candidates)]
+
+
+def _unclear(reason: str, candidates: Sequence[tuple[ClassCandidate, float]]) -> HeadClass:
+    """The class of a head without any other, with its strongest candidate."""
+    if not candidates:
+        return HeadClass(UNCLEAR, 0.0, reason)
+    top, p = max(candidates, key=lambda pair: normalised_score(pair[0].measure))
+    strongest = f"the strongest candidate is {top.name}: {top.evidence}, {_test_phrase(top.measure, p)}"
+    return HeadClass(UNCLEAR, 0.0, f"{reason}; {strongest}")
 
 
 def _test_phrase(measure: Measure, p: float) -> str:
     if not math.isnan(p):
         return f"corrected p {p:.3f}" if p >= 0.001 else "corrected p < 0.001"
-    return f"fewer than {MIN_ROWS} rows" if measure.rows < MIN_ROWS else "not tested"
+    if measure.rows < MIN_ROWS:
+        return f"fewer than {MIN_ROWS} rows"
+    return "not tested: the texts agree" if math.isnan(measure.low) or measure.low == measure.high else "not tested"
+
+
+def _untested_reason(candidates: Sequence[ClassCandidate]) -> str:
+    """Why no candidate of a head could be tested, and what would help."""
+    if all(one.measure.rows < MIN_ROWS for one in candidates):
+        return f"too little text to name a class: fewer than {MIN_ROWS} rows; give longer texts or more of them"
+    return "there is nothing to test: the texts do not differ in these measures; give more texts"
 
 
 def untested_classes(table: HeadTable) -> list[list[HeadClass]]:
     """Classes of every head by scores of at least `MIN_UNTESTED_SCORE` alone: one text leaves nothing to test over."""
-    return [
-        [
-            HeadClass(one.name, normalised_score(one.measure), f"{one.evidence}, not tested")
-            for one in _candidate_classes(head)
-            if normalised_score(one.measure) >= MIN_UNTESTED_SCORE and not one.measure.rows < MIN_ROWS
-        ]
-        for head in table.heads
+    return [_high_classes(list(_candidate_classes(head))) for head in table.heads]
+
+
+def _high_classes(candidates: list[ClassCandidate]) -> list[HeadClass]:
+    """Classes of one head among its candidates by score alone."""
+    long_enough = [one for one in candidates if not one.measure.rows < MIN_ROWS]
+    classes = [
+        HeadClass(one.name, normalised_score(one.measure), f"{one.evidence}, not tested")
+        for one in long_enough
+        if normalised_score(one.measure) >= MIN_UNTESTED_SCORE
     ]
+    reason = f"no score is {MIN_UNTESTED_SCORE} or more, as a class without a test needs; give several texts"
+    reason = reason if long_enough else _untested_reason(candidates)
+    return classes or [_unclear(reason, [(one, math.nan) for one in candidates])]
 
 
 CLASSIFIERS: Mapping[str, Callable[[HeadTable], list[list[HeadClass]]]] = {

@@ -12,7 +12,8 @@ from ..errors import pluralise, suggest
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import SiteModule
 from .annotated_examples import Example
-from .head_table import SIGNIFICANCE_LEVEL, ImportanceResult
+from .distinct_examples import DistinctExamples
+from .head_table import ImportanceResult
 from .importance_methods import (
     CheckTime,
     GradientTimesActivation,
@@ -30,7 +31,6 @@ from .importance_methods import (
 )
 from .lrp import LayerwiseRelevance
 from .objectives import Objective, choose_objective
-from .resampling import min_p_value
 
 IMPORTANCE_METHODS: Mapping[str, ImportanceMethod] = {
     method.name: method
@@ -79,14 +79,16 @@ def estimate_importance(
     sites = require_ability(model, "ablate")
     if reason := estimator.unsupported_reason(model):
         raise ValueError(f"cannot use method {estimator.name!r}: {reason}")
-    sampled, notes = _sample_examples(examples, options)
+    distinct = DistinctExamples(examples)
+    sampled, notes = _sample_examples(distinct, options)
     if (first := next(sampled, None)) is None:
         raise ValueError("cannot estimate importance without texts; give at least two")
     resolved, objective_note = _resolve_objective(model, objective, first, estimator)
     run = ImportanceRun(model, sites, estimator, resolved)
     run.run(chain([first], sampled), check_time, progress)
+    run.check_num_units(distinct)
     heads = rate_heads(sites, run.sums_by_unit, options, estimator.significance_test)
-    notes += [*([objective_note] if objective_note else []), *run.notes(options, len(heads)), *estimator.notes]
+    notes += [*([objective_note] if objective_note else []), *distinct.notes, *run.notes(options), *estimator.notes]
     quantity = estimator.measured_quantity or resolved.name
     return ImportanceResult(type(model).__name__, estimator.name, quantity, run.num_texts, heads, tuple(notes))
 
@@ -113,7 +115,12 @@ class ImportanceRun:
                 progress(self.num_texts)
         except TimeLimitReached:
             self.time_limit_reached = True
+
+    def check_num_units(self, distinct: DistinctExamples) -> None:
+        """Raise ValueError for fewer than 2 units, over which there is no confidence interval."""
         if len(self.sums_by_unit) < 2:
+            if distinct.num_repeated:
+                distinct.check_min_count()
             unit = "texts" if self.method.batch_size == 1 else f"batches of {self.method.batch_size} texts"
             remedy = " and a longer time limit" if self.time_limit_reached else ""
             count = len(self.sums_by_unit)
@@ -129,14 +136,9 @@ class ImportanceRun:
             self.uses_partial_forward = self.uses_partial_forward and forward.is_partial
             yield ImportanceInput(index, forward, evaluation, self.objective)
 
-    def notes(self, options: ImportanceOptions, num_heads: int) -> list[str]:
-        """Limits of the result: low power, the time limit, and skipped texts or sites."""
-        notes, num_units = [], len(self.sums_by_unit)
-        smallest_p = min_p_value(num_units)
-        corrected = self.method.significance_test == "signs" and options.correction != "none"
-        if corrected and smallest_p * num_heads > SIGNIFICANCE_LEVEL:
-            fact = f"{num_units} texts are too few for significant heads"
-            notes.append(f"{fact}: p is at least {smallest_p:g} before the correction for {num_heads} heads")
+    def notes(self, options: ImportanceOptions) -> list[str]:
+        """Limits of the result: the time limit, and skipped texts or sites."""
+        notes: list[str] = []
         if self.time_limit_reached:
             notes.append(f"stopped after {self.num_texts} texts at the time limit of {options.max_seconds:g} seconds")
         if self.num_without_targets:

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
-from ..errors import suggest
+from ..errors import pluralise, suggest
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_streams, is_encoder_decoder
+from ..interfaces import Mix
+from ..interfaces.core_types import Phase
+from ..nn.attention import Attention
 from .annotated_examples import Example
 from .attention_sinks import mark_first_token_sinks, stack_texts
-from .head_metrics import HEAD_METRICS, HeadMetric, select_largest
+from .distinct_examples import DistinctExamples
+from .head_metrics import HEAD_METRICS, HeadMetric, select_largest, select_peak_offset
 from .head_table import HeadMeasures, HeadTable, Measure
 from .literature_metrics import get_metric
-from .resampling import Array, confidence_interval, draw_resamples, excess_p_values, ratio_of_sums, resampled_ratios
+from .resampling import Array, Jackknife, excess_p_values, ratio_of_sums
 from .weight_bands import WeightBand, WordBandMerger, stream_weight_bands
 
-NUM_RESAMPLES = 1000
 OBSERVED, CHANCE = "own", "chance"
 TextSums = tuple[Array, Array]
 TOKEN_UNITS = ("tokens", "words")
@@ -47,8 +51,8 @@ class MeasureCollector(Protocol):
         """Called after the model has run on an example."""
         ...
 
-    def measures(self, resamples: Array) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
-        """Return the measures of every head; the bootstrap draws `resamples` [draws, examples] give their intervals."""
+    def measures(self) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
+        """Return the measures of every head, with intervals over examples."""
         ...
 
 
@@ -138,16 +142,20 @@ class ExampleEngine(Protocol):
 
 
 class MeasureOptions(NamedTuple):
-    """Options of `measure_heads`: metric names, bootstrap resamples and their seed, and `units`, "tokens" or
-    "words"; and at which sites, by name (empty: all that can be observed). `engine` runs the examples elsewhere.
+    """Options of `measure_heads`.
+
+    - `metrics`: names of the metrics.
+    - `units`: "tokens" or "words".
+    - `sites`: names of the sites to measure; empty for all that can be observed.
+    - `engine`: runs the examples elsewhere.
+    - `min_texts`: fewest different texts; a single one has no intervals and no tests.
     """
 
     metrics: tuple[str, ...] = tuple(HEAD_METRICS)
-    num_resamples: int = NUM_RESAMPLES
-    seed: int = 0
     units: str = "tokens"
     sites: tuple[str, ...] = ()
     engine: ExampleEngine | None = None
+    min_texts: int = 2
 
 
 def measure_heads(
@@ -161,27 +169,39 @@ def measure_heads(
 ) -> HeadTable:
     """Measure every head of a model over a data set: a table of measures with confidence intervals and chance levels.
 
-    Each example runs alone, and attention weights are streamed in bands, so that memory stays bounded. `collectors` add
-    measures of their own during the same pass, for example `DependencyScores` or `AlignmentScores`. `progress` is
-    called with the number of examples measured so far.
+    Each example runs alone, and attention weights are streamed in bands, so that memory stays bounded. An example that
+    repeats an earlier one is left out. `collectors` add measures of their own during the same pass, for example
+    `DependencyScores` or `AlignmentScores`. `progress` is called with the number of examples measured so far.
     """
     if options.units not in TOKEN_UNITS:
         raise ValueError(f"unknown units={options.units!r}; {suggest(options.units, TOKEN_UNITS)}")
     if options.engine is not None and collectors:
         raise ValueError("dependencies and alignments are measured in one process; leave the engine out")
     sites, streams = _select_sites(model, options)
-    marked = mark_first_token_sinks(model, sites, streams, examples)
+    distinct = DistinctExamples(examples)
+    marked = mark_first_token_sinks(model, sites, streams, distinct)
     if options.engine is not None:
         metric_sums = options.engine(model, marked.examples, options, progress)
     else:
         metric_sums = sum_examples(model, marked.examples, options, collectors, progress)
     count = metric_sums.num_examples
-    if count < 2:
-        raise ValueError(f"cannot compute confidence intervals from {count} texts; give at least two")
-    resamples = draw_resamples(count, options.num_resamples, options.seed)
-    collected = [collector.measures(resamples) for collector in collectors]
-    heads = [_with_measures(head, collected) for site in sites for head in _site_heads(site, metric_sums, resamples)]
-    return HeadTable(name or type(model).__name__, f"{count} texts", tuple(heads), marked.notes)
+    distinct.check_min_count(options.min_texts)
+    collected = [collector.measures() for collector in collectors]
+    heads = [_with_measures(head, collected) for site in sites for head in _site_heads(site, metric_sums)]
+    notes = (*distinct.notes, *marked.notes, *_range_notes(sites))
+    return HeadTable(name or type(model).__name__, pluralise(count, "text"), tuple(heads), notes)
+
+
+def _range_notes(sites: Sequence[SiteModule]) -> list[str]:
+    """A note if heads are mixed after normalisation, which may make weights negative."""
+    specs = [module.module.spec for module in sites if isinstance(module.module, Attention)]
+    num_mixed = sum(any(mix.phase is Phase.WEIGHTS for _, mix in spec.parts_of(Mix)) for spec in specs)
+    if not num_mixed:
+        return []
+    fact = (
+        f"{pluralise(num_mixed, 'layer')} of {len(sites)} mix heads after the softmax, so that weights may be negative"
+    )
+    return [f"{fact}; entropy, confidence, sink and other measures may then leave their usual ranges"]
 
 
 def _select_sites(model: nn.Module, options: MeasureOptions) -> tuple[list[SiteModule], Mapping[str, tuple[str, str]]]:
@@ -227,10 +247,10 @@ def _with_measures(
     return replace(head, measures=measures)
 
 
-def _site_heads(module: SiteModule, metric_sums: MetricSums, resamples: Array) -> list[HeadMeasures]:
+def _site_heads(module: SiteModule, metric_sums: MetricSums) -> list[HeadMeasures]:
     site = module.site
     measures = {
-        metric.name: _metric_measures(metric_sums, site.name, metric, resamples)
+        metric.name: _metric_measures(metric_sums, site.name, metric)
         for metric in metric_sums.metrics
         if (site.name, metric.name, OBSERVED) in metric_sums.sums_by_example
     }
@@ -250,20 +270,21 @@ def _site_heads(module: SiteModule, metric_sums: MetricSums, resamples: Array) -
     ]
 
 
-def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric, resamples: Array) -> list[Measure]:
+def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric) -> list[Measure]:
     """One metric of every head of a site."""
     observed, baseline = (
         stack_texts(metric_sums.sums_by_example[site, metric.name, source]) for source in (OBSERVED, CHANCE)
     )
-    value, chance = ratio_of_sums(*observed), ratio_of_sums(*baseline)
-    resampled = resampled_ratios(*observed, resamples)
+    estimate, chance = Jackknife.of_ratio(*observed), ratio_of_sums(*baseline)
     p = _excess_p_values(metric, observed, baseline)
     rows = observed[1].sum(0)
     if metric.reduce is not None:
-        value, resampled, chance = (_reduce_mean(metric, means) for means in (value, resampled, chance))
+        estimate, chance = estimate.map(partial(_reduce_mean, metric)), _reduce_mean(metric, chance)
         rows = rows.max(-1)
-    low, high = confidence_interval(resampled)
-    columns = (array.tolist() for array in (value, low, high, rows, p))
+    low, high = estimate.interval()
+    if metric.reduce is select_peak_offset:  # the most frequent distance jumps, so that it has no standard error
+        low, high = np.full_like(low, np.nan), np.full_like(high, np.nan)
+    columns = (array.tolist() for array in (estimate.value, low, high, rows, p))
     return [
         Measure(mean, start, stop, float(chance[0]), num_rows, p_value)
         for mean, start, stop, num_rows, p_value in zip(*columns, strict=True)

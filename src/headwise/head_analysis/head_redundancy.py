@@ -20,6 +20,7 @@ from ..inspect.attention_sites import require_ability
 from ..inspect.model_inputs import get_streams, is_encoder_decoder
 from .annotated_examples import Example
 from .attention_sinks import mark_first_token_sinks
+from .distinct_examples import DistinctExamples
 from .head_similarity import (
     CKA_ESTIMATORS,
     SMOOTHING_METHODS,
@@ -50,8 +51,8 @@ from .resampling import (
     PermutationTest,
     class_separation_test,
     compare_with_null,
+    correct_p_values,
     expected_pairs_below,
-    holm_correction,
     mantel_test,
     poisson_test,
     ratio_of_sums,
@@ -119,17 +120,17 @@ class DiversitySums:
         self.permuted += sums[1:]
         self.permuted_counts += counts[1:]
 
-    def layer_diversities(self, num_resamples: int, seed: int) -> tuple[LayerDiversity, ...]:
+    def layer_diversities(self) -> tuple[LayerDiversity, ...]:
         """Diversity of each layer; NaN for a single head, and without a chance level for a single layer."""
-        spreads = self.observed.mean_intervals(num_resamples, seed)
+        spreads = self.observed.mean_intervals()
         permuted = ratio_of_sums(self.permuted[None], self.permuted_counts[None])
         # The null distribution of a layer pools the permuted layers of the same size.
         null_values = [permuted[:, np.equal(self.sizes, size)].ravel() for size in self.sizes]
         null_values = [null[~np.isnan(null)] for null in null_values]
         tests = [compare_with_null(value, null) for value, null in zip(spreads.mean, null_values, strict=True)]
-        p = holm_correction([test.p for test in tests])
+        p = correct_p_values([test.p for test in tests])
         return tuple(
-            LayerDiversity(site, size, spreads.measure_at(n, tests[n].chance), p[n])
+            LayerDiversity(site, size, spreads.measure_at(n, tests[n].chance), float(p[n]))
             for n, (site, size) in enumerate(zip(self.sites, self.sizes, strict=True))
         )
 
@@ -160,8 +161,8 @@ def find_outliers(
         for k, n in enumerate(members):
             p = compare_with_null(studentised[k], null_values, "high").p
             outliers.append(HeadOutlier(heads[n], float(mean_distance[k]), float(studentised[k]), p))
-    corrected = holm_correction([outlier.p for outlier in outliers])
-    outliers = [outlier._replace(p=p) for outlier, p in zip(outliers, corrected, strict=True)]
+    corrected = correct_p_values([outlier.p for outlier in outliers])
+    outliers = [outlier._replace(p=float(p)) for outlier, p in zip(outliers, corrected, strict=True)]
     return tuple(sorted(outliers, key=lambda outlier: (outlier.p, -outlier.studentised)))
 
 
@@ -188,7 +189,7 @@ class RedundancyOptions(NamedTuple):
     - `num_tokens`: tokens sampled from all texts for the comparison of outputs.
     - `smoothing`: of attention weights, "none" or "clark" (1906.04341).
     - `cka_estimator`: "unbiased" or "linear", see `centred_kernel_alignment`.
-    - `num_permutations`, `num_resamples`, `seed`: of permutation tests and bootstrap intervals.
+    - `num_permutations`, `seed`: of permutation tests.
     - `max_distance`: distance below which heads form one cluster; None uses the distance that 5 % of pairs fall below
       by chance.
     """
@@ -198,7 +199,6 @@ class RedundancyOptions(NamedTuple):
     smoothing: str = "none"
     cka_estimator: str = "unbiased"
     num_permutations: int = 199
-    num_resamples: int = 1000
     seed: int = 0
     max_distance: float | None = None
 
@@ -210,7 +210,7 @@ class RedundancyOptions(NamedTuple):
         ):
             if value not in choices:
                 raise ValueError(f"unknown {name}={value!r}; use {' or '.join(map(repr, choices))}")
-        for name, minimum in (("rows_per_text", 1), ("num_tokens", 4), ("num_permutations", 1), ("num_resamples", 1)):
+        for name, minimum in (("rows_per_text", 1), ("num_tokens", 4), ("num_permutations", 1)):
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} must be >= {minimum}, got {getattr(self, name)}")
         return self
@@ -441,7 +441,8 @@ def measure_redundancy(
     streams = {module.site.name: get_streams(module.site, is_encoder_decoder(model)) for module in sites}
     sampling = RowSampling(options.rows_per_text, options.seed)
     sums, reservoirs = dict[StreamPair, _RedundancySums](), dict[str, OutputReservoir]()
-    marked = mark_first_token_sinks(model, sites, streams, examples)
+    distinct = DistinctExamples(examples)
+    marked = mark_first_token_sinks(model, sites, streams, distinct)
     reasons, count = dict[str, str](), 0
     for index, example in enumerate(marked.examples):
         count = index + 1
@@ -455,8 +456,7 @@ def measure_redundancy(
         outputs = collect_head_outputs(model, sites_with_outputs, example)
         _add_head_outputs(reservoirs, outputs, streams, index, options)
         progress(count)
-    if count < 2:
-        raise ValueError(f"cannot compute confidence intervals from {count} texts; give at least two")
+    distinct.check_min_count()
     compared = [_compare_heads(pair, group_sums, reservoirs.get(pair[0])) for pair, group_sums in sums.items()]
     comparisons = tuple(group for group in compared if group is not None)
     if not comparisons:
@@ -467,7 +467,7 @@ def measure_redundancy(
         for group in comparisons
         for head in group.without_rest
     }
-    notes = (*marked.notes, *(f"{name} is left out: {reason}" for name, reason in left_out.items()))
+    notes = (*distinct.notes, *marked.notes, *(f"{name} is left out: {reason}" for name, reason in left_out.items()))
     return RedundancyResult(name or type(model).__name__, count, comparisons, notes)
 
 
@@ -507,12 +507,12 @@ def _count_similar_pairs(sums: _DistanceSums, options: RedundancyOptions, indice
     """Compare the distances of these heads with their chance level."""
     grid, pairs = np.ix_(indices, indices), np.triu_indices(len(indices), 1)
     observed, permuted = (
-        MeanIntervals(*(array[grid] for array in folds.mean_intervals(options.num_resamples, options.seed)))
-        for folds in (sums.distances, sums.chance)
+        MeanIntervals(*(array[grid] for array in folds.mean_intervals())) for folds in (sums.distances, sums.chance)
     )
     threshold = _chance_threshold(permuted.mean) if options.max_distance is None else options.max_distance
     num_similar = int((observed.high < np.minimum(threshold, permuted.mean))[pairs].sum())
-    num_expected = expected_pairs_below(*(array[pairs] for array in permuted), threshold=threshold)
+    chance_pairs = MeanIntervals(*(array[pairs] for array in permuted))
+    num_expected = expected_pairs_below(chance_pairs, threshold, sums.chance.num_folds)
     return _SimilarPairs(observed, permuted.mean, threshold, num_similar, num_expected)
 
 
@@ -551,7 +551,7 @@ def _compare_heads(
         clusters=cut_clusters(merges, threshold),
         num_chance_clusters=len(set(cut_clusters(average_linkage(similar.chance), threshold))),
         embedding=embed_in_plane(distances, seed=options.seed),
-        layers=sums.diversity.layer_diversities(options.num_resamples, options.seed),
+        layers=sums.diversity.layer_diversities(),
         outliers=find_outliers(distances, heads, seed=options.seed),
         similar_pair_test=poisson_test(similar.num_similar, similar.num_expected),
         within_layer_test=class_separation_test(distances, layer_of_head, options.num_permutations, options.seed),

@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -19,18 +20,10 @@ from ..inspect.model_inputs import ModelInputs
 from ..models import Transformer
 from ..models.block import LayerInputs, LayerStack
 from ..models.transformer import resolve_sequence
+from .attention_sinks import stack_texts
 from .head_table import HeadImportance
 from .objectives import EvaluationInput, Objective
-from .resampling import (
-    CORRECTION_METHODS,
-    Array,
-    confidence_interval,
-    correct_p_values,
-    draw_resamples,
-    ratio_of_sums,
-    resampled_ratios,
-    sign_flip_p_values,
-)
+from .resampling import CORRECTION_METHODS, Array, Jackknife, correct_p_values
 
 # Arguments of a headwise model with which a forward pass can restart midway.
 STACK_ARGUMENTS = frozenset({"x", "sequence", "source", "source_sequence"})
@@ -207,7 +200,7 @@ class ImportanceOptions:
     - `num_examples`: size of a random sample of the examples; None uses all.
     - `normalisation`: "layer" divides the scores of a site by their l2 norm (1905.10650).
     - `correction`: of p-values for testing all heads: "holm", "bonferroni" or "none".
-    - `num_resamples`, `seed`: of the bootstrap and of random samples.
+    - `seed`: of random samples.
 
     >>> ImportanceOptions(correction="hol")
     Traceback (most recent call last):
@@ -218,7 +211,6 @@ class ImportanceOptions:
     num_examples: int | None = None
     normalisation: str = ""
     correction: str = "holm"
-    num_resamples: int = 1000
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -228,10 +220,8 @@ class ImportanceOptions:
                 raise ValueError(f"unknown {name}={value!r}; {suggest(str(value), choices)}")
         if self.max_seconds is not None and not self.max_seconds > 0:
             raise ValueError(f"max_seconds must be positive, got {self.max_seconds!r}; leave it out for no limit")
-        for name, minimum in (("num_examples", 2), ("num_resamples", 1)):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < minimum):
-                raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
+        if self.num_examples is not None and (type(self.num_examples) is not int or self.num_examples < 2):
+            raise ValueError(f"num_examples must be an integer >= 2, got {self.num_examples!r}")
 
 
 def rate_heads(
@@ -239,29 +229,24 @@ def rate_heads(
 ) -> tuple[HeadImportance, ...]:
     """Turn the sums of all units (texts or batches) into the importance of every head, with intervals and p-values.
 
-    `tested` "signs" computes p-values by sign flips, "none" leaves them NaN. Sites that some unit does not reach are
-    left out.
+    `tested` "t-test" tests whether the importance is 0, "none" leaves p-values NaN. Sites that some unit does not reach
+    are left out.
     """
-    resamples = draw_resamples(len(units), options.num_resamples, options.seed)
     modules = [module for module in located_sites if all(module.site.name in unit for unit in units)]
-    stacked = {
-        module.site.name: (
-            np.stack([unit[module.site.name][0] for unit in units]),
-            np.stack([unit[module.site.name][1] for unit in units]),
-        )
+    means = {
+        module.site.name: Jackknife.of_ratio(*stack_texts([unit[module.site.name] for unit in units]))
         for module in modules
     }
-    p = np.full(sum(sums.shape[1] for sums, _ in stacked.values()), math.nan)
-    if tested == "signs":
-        p = sign_flip_p_values(np.concatenate([sums / counts for sums, counts in stacked.values()], 1), options.seed)
+    p_by_site = [
+        mean.p_values() if tested == "t-test" else np.full_like(mean.value, math.nan) for mean in means.values()
+    ]
+    p = np.concatenate([*p_by_site, np.empty(0)])
     tests = iter(zip(p, correct_p_values(p, options.correction), strict=True))  # in the order of the heads below
     heads: list[HeadImportance] = []
     for module in modules:
-        sums, counts = stacked[module.site.name]
-        value = _normalise_scores(ratio_of_sums(sums, counts), options)
-        low, high = confidence_interval(_normalise_scores(resampled_ratios(sums, counts, resamples), options))
-        rows = zip(value, low, high, tests, strict=False)
-        heads += [_rate_head(module, len(value), head, row) for head, row in enumerate(rows)]
+        score = means[module.site.name].map(partial(_normalise_scores, options=options))
+        rows = zip(score.value, *score.interval(), tests, strict=False)
+        heads += [_rate_head(module, len(score.value), head, row) for head, row in enumerate(rows)]
     return tuple(heads)
 
 
@@ -320,7 +305,7 @@ class ImportanceMethod(ABC):
     """Interface of importance methods.
 
     - `needs_gradient`: whether it needs gradients of the objective.
-    - `significance_test`: "signs" if its values can have either sign, so that sign flips can test them; else "none".
+    - `significance_test`: "t-test" if its values can have either sign, so that 0 can be tested; else "none".
     - `measured_quantity`: what it measures if it does not use an objective.
     - `notes`: added to the notes of every result.
     - `batch_size`: texts per call of `estimate`.
@@ -347,7 +332,7 @@ class LeaveOneOut(ImportanceMethod):
     """Increase of the objective when a single head is ablated; positive if the head helps (1905.10650)."""
 
     name = "leave-one-out"
-    significance_test = "signs"
+    significance_test = "t-test"
 
     def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
         text = texts[0]
@@ -369,7 +354,7 @@ class ShapleyValue(ImportanceMethod):
     """
 
     name = "shapley"
-    significance_test = "signs"
+    significance_test = "t-test"
     num_permutations: int = 1
     seed: int = 0
 
@@ -467,7 +452,7 @@ class TaylorExpansion(ImportanceMethod):
     @property
     def significance_test(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
         """The signed estimate is tested, its size is not."""
-        return "signs" if self.quantity == "change" else "none"
+        return "t-test" if self.quantity == "change" else "none"
 
     def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
         gradients = compute_activation_gradients(texts[0])

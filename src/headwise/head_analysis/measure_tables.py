@@ -38,9 +38,11 @@ def format_interval(measure: Measure) -> str:
 
     >>> format_interval(Measure(0.000123, 0.0001, 0.00015, 0.0))
     '1.23e-04 [1.00e-04, 1.50e-04]'
+    >>> format_interval(Measure(0.5, 0.5, 0.5, 0.0))
+    '0.50 [no spread]'
     """
     value, low, high = format_numbers([measure.value, measure.low, measure.high])
-    return f"{value} [{low}, {high}]"
+    return f"{value} [{low}, {high}]" if measure.low < measure.high else f"{value} [no spread]"
 
 
 def format_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

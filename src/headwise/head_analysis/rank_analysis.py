@@ -262,9 +262,7 @@ def _native_score_stages(call: HeadwiseCall) -> Mapping[str, Tensor]:
     return stages | {"weights": call.all_weights(slice(0, MAX_QUERIES))}
 
 
-def measure_score_ranks(
-    model: nn.Module, examples: Iterable[Example], *, num_resamples: int = 1000, seed: int = 0
-) -> tuple[HeadRank, ...]:
+def measure_score_ranks(model: nn.Module, examples: Iterable[Example]) -> tuple[HeadRank, ...]:
     """Measure the rank of scores and weights of every head over texts, for at most the first 256 queries of each.
 
     The head dimension bounds the rank of scores; transforms of scores and the softmax may raise it. Scores include
@@ -286,14 +284,12 @@ def measure_score_ranks(
                 sums.setdefault((name, stage), FoldedSums()).add(index, ranks, 1.0)
     if not sums:
         raise ValueError("cannot measure ranks without texts; give at least two")
-    ranks_by_site = (
-        _head_ranks(name, stage, folds, widths[name], (num_resamples, seed)) for (name, stage), folds in sums.items()
-    )
+    ranks_by_site = (_head_ranks(name, stage, folds, widths[name]) for (name, stage), folds in sums.items())
     return tuple(rank for ranks in ranks_by_site for rank in ranks)
 
 
-def _head_ranks(site: str, stage: str, folds: FoldedSums, width: int, bootstrap: tuple[int, int]) -> Iterable[HeadRank]:
-    means, bound = folds.mean_intervals(*bootstrap), width if stage == "scores" else 0
+def _head_ranks(site: str, stage: str, folds: FoldedSums, width: int) -> Iterable[HeadRank]:
+    means, bound = folds.mean_intervals(), width if stage == "scores" else 0
     for head in range(means.mean.shape[1]):
         yield HeadRank(site, head, stage, means.measure_at((0, head)), means.measure_at((1, head)), bound)
 
@@ -364,8 +360,6 @@ def measure_rank_collapse(
     examples: Iterable[Example],
     *,
     variant: ForwardVariant | None = None,
-    num_resamples: int = 1000,
-    seed: int = 0,
 ) -> tuple[DepthSimilarity, ...]:
     """Measure how similar the hidden states of a text's tokens are after each layer, as means over texts.
 
@@ -384,7 +378,7 @@ def measure_rank_collapse(
                 sums.setdefault((stack, layers), FoldedSums()).add(index, values, 1.0)
     rows: list[DepthSimilarity] = []
     for (stack, layers), folds in sums.items():
-        means, first = folds.mean_intervals(num_resamples, seed), sums[stack, 0].mean
+        means, first = folds.mean_intervals(), sums[stack, 0].mean
         rows.append(
             DepthSimilarity(stack, layers, means.measure_at(0, float(first[0])), means.measure_at(1, float(first[1])))
         )

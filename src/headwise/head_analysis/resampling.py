@@ -1,10 +1,15 @@
-"""Statistics over texts: bootstrap confidence intervals, permutation tests and corrections for multiple tests."""
+"""Statistics over independent units, such as texts or seeds: intervals, p-values, corrections and permutation tests.
+
+Intervals and t tests use the jackknife, which needs the statistic of all units and of all units but one. The jackknife
+of a mean gives its standard error, so that its interval is that of Student's t.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,18 +19,14 @@ from .head_table import Measure
 
 Array = NDArray[np.float64]
 CONFIDENCE = 0.95
+SHARES = ("accuracy", "exact")  # metrics between 0 and 1 begin so; their intervals are cut off there
+MIN_SKEWED_UNITS = 10  # from this many units on, intervals and tests are corrected for skewness; fewer hardly show it
+# Units without spread have no standard error. Their interval is their common value from this many units on (so many
+# values fall on one side by chance with p = 2 / 2^6 = 0.03), and NaN below.
+MIN_EQUAL_UNITS = 6
+ROUNDING = 1e-6  # a standard error below this share of the value is rounding: attention weights are float32
 
-# --- Bootstrap over texts ------------------------------------------------------------------------------
-
-
-def draw_resamples(num_texts: int, num_resamples: int, seed: int) -> Array:
-    """Bootstrap counts [resamples, texts]: how often each resample draws each text.
-
-    >>> draw_resamples(3, 2, 0).sum(1)
-    array([3., 3.])
-    """
-    generator = np.random.default_rng(seed)
-    return generator.multinomial(num_texts, np.full(num_texts, 1 / num_texts), size=num_resamples).astype(np.float64)
+# --- Student's t over units ----------------------------------------------------------------------------
 
 
 def ratio_of_sums(sums: Array, counts: Array) -> Array:
@@ -34,103 +35,151 @@ def ratio_of_sums(sums: Array, counts: Array) -> Array:
     >>> ratio_of_sums(np.array([[1.0], [5.0]]), np.array([[2.0], [4.0]]))
     array([1.])
     """
-    total = counts.sum(0)
-    return np.divide(sums.sum(0), total, out=np.full(total.shape, np.nan), where=total > 0)
+    return _divide(sums.sum(0), counts.sum(0))
 
 
-def resampled_ratios(sums: Array, counts: Array, resamples: Array) -> Array:
-    """The ratio of total sum to total count of every resample, [resamples, ...].
+def _divide(total: Array, count: Array) -> Array:
+    return np.divide(total, count, out=np.full(np.shape(total), np.nan), where=count > 0)
 
-    `counts` may have a single column that all columns of `sums` share.
+
+def t_quantile(df: NDArray[Any] | int, probability: float) -> Array:
+    """Quantile of Student's t; NaN without degrees of freedom.
+
+    >>> t_quantile(np.array([0, 2]), 0.975).round(3).tolist()
+    [nan, 4.303]
     """
-    total, count = (resamples @ array.reshape(len(array), -1) for array in (sums, counts))
-    count = np.broadcast_to(count, total.shape)
-    ratios = np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
-    return ratios.reshape(len(resamples), *sums.shape[1:])
+    from scipy import special
+
+    degrees = np.asarray(df, dtype=np.float64)
+    return np.where(degrees > 0, special.stdtrit(np.maximum(degrees, 1), probability), np.nan)
 
 
-def confidence_interval(values: Array, confidence: float = CONFIDENCE) -> tuple[Array, Array]:
-    """Ends of the interval that holds this share of the values, which lie along the first axis; NaN values are ignored.
+@dataclass(frozen=True)
+class Jackknife:
+    """A statistic of units: of all of them, `value` [...], and without each of them, `without` [units, ...].
 
-    >>> low, high = confidence_interval(np.arange(101.0)[:, None])
-    >>> low.round(9).tolist(), high.round(9).tolist()
-    ([2.5], [97.5])
+    `is_counted` [units, ...] are the units that the statistic depends on. `scale` [...] is the size of the numbers that
+    it was computed from, which decides what counts as rounding.
+
+    >>> mean = Jackknife.of_ratio(np.array([1.0, 2.0, 3.0]))
+    >>> [end.round(2).item() for end in mean.interval()], mean.p_values().round(4).item()
+    ([-0.48, 4.48], 0.0742)
     """
-    quantiles = (1 - confidence) / 2, (1 + confidence) / 2
-    flat = values.reshape(len(values), -1)
-    has_values = ~np.isnan(flat).all(0)
-    ends = np.full((2, flat.shape[1]), np.nan)
-    ends[:, has_values] = np.nanquantile(flat[:, has_values], quantiles, axis=0)
-    low, high = ends.reshape(2, *values.shape[1:])
-    return low, high
+
+    value: Array
+    without: Array
+    is_counted: NDArray[np.bool_]
+    scale: Array
+
+    @staticmethod
+    def of_ratio(sums: Array, counts: Array | float = 1.0) -> Jackknife:
+        """Total sum over total count; `counts` broadcasts to `sums`. Units without a count do not matter."""
+        counts = np.broadcast_to(np.asarray(counts, dtype=np.float64), sums.shape)
+        total, count = sums.sum(0), counts.sum(0)
+        value = _divide(total, count)
+        without = _divide(total - sums, count - counts)
+        return Jackknife(value, without, counts.astype(np.bool_), np.abs(value))
+
+    def map(self, function: Callable[[Array], Array]) -> Jackknife:
+        """A function of the statistic, which may change the length of its last axis, or reduce it."""
+        value, without, is_counted = function(self.value), function(self.without), self.is_counted
+        if without.ndim < is_counted.ndim:
+            is_counted = np.asarray(is_counted.any(-1))
+        elif without.shape != is_counted.shape:
+            is_counted = np.broadcast_to(is_counted.any(-1, keepdims=True), without.shape)
+        return Jackknife(value, without, is_counted, np.abs(value))
+
+    def __sub__(self, other: Jackknife) -> Jackknife:
+        """The difference of two statistics of the same units."""
+        return Jackknife(
+            self.value - other.value,
+            self.without - other.without,
+            self.is_counted & other.is_counted,
+            np.maximum(self.scale, other.scale),
+        )
+
+    @property
+    def num_units(self) -> NDArray[np.int64]:
+        """Number of units that the statistic depends on."""
+        return self.is_counted.sum(0)
+
+    @property
+    def has_spread(self) -> NDArray[np.bool_]:
+        """True where the statistic has a standard error, larger than rounding."""
+        return self._moments()[0] > ROUNDING * self.scale * np.sqrt(np.maximum(self.num_units, 1))
+
+    def _moments(self) -> tuple[Array, Array]:
+        """Standard deviation of the units' contributions (jackknife pseudo-values), and their skewness.
+
+        The skewness of fewer than `MIN_SKEWED_UNITS` units counts as 0.
+        """
+        count = self.num_units
+        mean = np.where(self.is_counted, self.without, 0).sum(0) / np.maximum(count, 1)
+        residuals = np.where(self.is_counted, (count - 1) * (mean - self.without), 0)
+        deviation = np.sqrt((residuals**2).sum(0) / np.maximum(count - 1, 1))
+        third = (residuals**3).sum(0) / np.maximum(count, 1)
+        is_skewed = (count >= MIN_SKEWED_UNITS) & (deviation > 0)
+        return deviation, np.divide(third, deviation**3, out=np.zeros_like(third), where=is_skewed)
+
+    def interval(self, confidence: float = CONFIDENCE) -> tuple[Array, Array]:
+        """Ends of the confidence interval by Student's t, from 10 units on corrected for skewness (Hall 1992).
+
+        Both ends are the value where at least `MIN_EQUAL_UNITS` units have no spread, and NaN where fewer have none.
+        """
+        count, (deviation, skewness) = self.num_units, self._moments()
+        reach = t_quantile(count - 1, (1 + confidence) / 2) / np.sqrt(np.maximum(count, 1))
+        shift = skewness / (6 * np.maximum(count, 1))
+        low, high = (self.value - deviation * _unskew(end - shift, skewness) for end in (reach, -reach))
+        no_spread = np.where(count >= MIN_EQUAL_UNITS, self.value, np.nan)
+        return np.where(self.has_spread, low, no_spread), np.where(self.has_spread, high, no_spread)
+
+    def p_values(self, sides: int = 2) -> Array:
+        """P-values of the t test that the statistic is 0 (two sides), or at most 0 (one side); NaN without spread.
+
+        The t test agrees with `interval`: p is below 0.05 where the interval excludes 0.
+        """
+        from scipy import special
+
+        count, (deviation, skewness) = self.num_units, self._moments()
+        size = np.divide(self.value, deviation, out=np.zeros_like(deviation), where=deviation > 0)
+        cubic = size + skewness * size**2 / 3 + skewness**2 * size**3 / 27 + skewness / (6 * np.maximum(count, 1))
+        t = cubic * np.sqrt(count)
+        tail = special.stdtr(np.maximum(count - 1, 1), -(np.abs(t) if sides == 2 else t))
+        return np.where(self.has_spread, np.minimum(1, sides * tail), np.nan)
+
+
+def _unskew(corrected: Array, skewness: Array) -> Array:
+    """Inverse of w + skewness w^2 / 3 + skewness^2 w^3 / 27, the transform of Hall (1992) without its constant."""
+    root = np.cbrt(1 + skewness * corrected) - 1
+    return np.divide(3 * root, skewness, out=np.array(corrected), where=np.abs(skewness) > 1e-6)
 
 
 # --- Tests of a ratio against its chance level ---------------------------------------------------------
 
 
-def student_t_tail(t: Array, df: int) -> Array:
-    """Probability that a variable with Student's t distribution of `df` degrees of freedom exceeds each `t`.
-
-    The finite sums are 26.7.3 and 26.7.4 of Abramowitz and Stegun (1964).
-
-    >>> (
-    ...     student_t_tail(np.array([0.0, 12.706]), 1).round(4).tolist(),
-    ...     student_t_tail(np.array([4.303]), 2).round(4).tolist(),
-    ... )
-    ([0.5, 0.025], [0.025])
-    """
-    theta = np.arctan(np.abs(t) / math.sqrt(df))
-    cosine, sine = np.cos(theta), np.sin(theta)
-    is_odd = df % 2
-    term = cosine if is_odd else np.ones_like(cosine)
-    total = np.zeros_like(cosine)
-    for k in range(1 + is_odd, df, 2):
-        total = total + term
-        term = term * cosine**2 * k / (k + 1)
-    within = 2 / math.pi * (theta + sine * total) if is_odd else sine * total
-    tail = np.clip((1 - within) / 2, 0, 1)
-    return np.where(t >= 0, tail, 1 - tail)
-
-
 def excess_p_values(observed: tuple[Array, Array], baseline: tuple[Array, Array]) -> Array:
     """One-sided p-values that a ratio of sums exceeds the ratio of a baseline, [columns].
 
-    `observed` and `baseline` are sums and counts, [texts, columns] each or arrays that broadcast to it. The test is a
-    t-test of the linearised contributions of the texts to the two ratios (Cochran 1977, 6.4). Texts without any count
-    are left out; p is NaN if fewer than two are left.
+    `observed` and `baseline` are sums and counts, [texts, columns] each or arrays that broadcast to it. Texts without
+    any count are left out; p is NaN if fewer than two are left, or if the texts differ by rounding alone. The exception
+    are n texts that all have the same ratio v >= 0: by the inequality of Markov, p is at most (baseline / v)^n.
 
     >>> sums, counts = np.array([[3.0], [4.0], [5.0]]), np.full((3, 1), 10.0)
-    >>> round(float(excess_p_values((sums, counts), (np.ones((3, 1)), counts))[0]), 4)
-    0.0175
+    >>> excess_p_values((sums, counts), (np.ones((3, 1)), counts)).round(4).tolist()
+    [0.0175]
+    >>> excess_p_values((counts, counts), (np.ones((3, 1)), counts)).round(4).tolist()
+    [0.001]
     """
     shape = np.broadcast_shapes(*(array.shape for array in (*observed, *baseline)))
     sums, counts, base_sums, base_counts = (np.broadcast_to(array, shape) for array in (*observed, *baseline))
-    p = np.full(shape[1], math.nan)
-    has_rows = (counts > 0) & (base_counts > 0)
-    for rows in np.unique(has_rows, axis=1).T:  # columns that count the same texts share their degrees of freedom
-        num_texts, columns = int(rows.sum()), (has_rows == rows[:, None]).all(0)
-        if num_texts < 2:
-            continue
-        own = _ratio_contributions(sums[rows][:, columns], counts[rows][:, columns])
-        base = _ratio_contributions(base_sums[rows][:, columns], base_counts[rows][:, columns])
-        excess, residuals = own[0] - base[0], own[1] - base[1]
-        error = np.sqrt((residuals**2).sum(0) / (num_texts * (num_texts - 1)))
-        # Texts that agree exactly leave no error: the excess is then certain if it is more than rounding.
-        is_exact = error <= COMPARISON_TOLERANCE
-        t = np.where(
-            is_exact, np.where(excess > COMPARISON_TOLERANCE, np.inf, -np.inf), excess / np.where(is_exact, 1, error)
-        )
-        p[columns] = student_t_tail(t, num_texts - 1)
-    return p
+    own, base = Jackknife.of_ratio(sums, counts), Jackknife.of_ratio(base_sums, base_counts)
+    excess = own - base
+    is_law = ~own.has_spread & (excess.num_units > 1) & (sums >= 0).all(0) & (own.value > 0) & (base.value >= 0)
+    share = np.divide(base.value, own.value, out=np.full(shape[1], np.nan), where=is_law)
+    return np.where(is_law, np.minimum(1, share) ** excess.num_units, excess.p_values(sides=1))
 
 
-def _ratio_contributions(sums: Array, counts: Array) -> tuple[Array, Array]:
-    """The ratio of total sum to total count, and each text's residual from it over the mean count."""
-    ratio = sums.sum(0) / counts.sum(0)
-    return ratio, (sums - ratio * counts) / counts.mean(0)
-
-
-# --- Bootstrap in bounded memory -----------------------------------------------------------------------
+# --- Means in bounded memory -----------------------------------------------------------------------
 
 MAX_FOLDS = 64
 COLUMNS_PER_CHUNK = 4096
@@ -150,7 +199,7 @@ class MeanIntervals(NamedTuple):
 
 
 class FoldedSums:
-    """Sums and row counts in at most `MAX_FOLDS` folds, which bound the memory of a bootstrap.
+    """Sums and row counts in at most `MAX_FOLDS` folds, which bound the memory of an interval.
 
     Text n goes to fold n modulo `MAX_FOLDS`; with fewer texts, every text is a fold of its own. A count is a number, or
     an array of the shape of the sums; the mean of what was never counted is NaN.
@@ -178,6 +227,11 @@ class FoldedSums:
             self._counts.append(count)
 
     @property
+    def num_folds(self) -> int:
+        """Number of folds that hold texts."""
+        return len(self._sums)
+
+    @property
     def count(self) -> Array:
         """Number of rows added so far."""
         return np.sum(self._counts, 0)
@@ -187,17 +241,14 @@ class FoldedSums:
         """Total sum over the number of rows."""
         return ratio_of_sums(np.stack(self._sums), self._stack_counts())
 
-    def mean_intervals(self, num_resamples: int, seed: int) -> MeanIntervals:
-        """Means with 95 % intervals from resampled folds; NaN intervals if there is only one fold."""
+    def mean_intervals(self) -> MeanIntervals:
+        """Means with 95 % intervals over folds; NaN intervals if there is only one fold."""
         shape, folds = self._sums[0].shape, len(self._sums)
         flat, counts = np.stack(self._sums).reshape(folds, -1), self._stack_counts().reshape(folds, -1)
         low, high = np.full(flat.shape[1], np.nan), np.full(flat.shape[1], np.nan)
-        if folds > 1:
-            resamples = draw_resamples(folds, num_resamples, seed)
-            for start in range(0, flat.shape[1], COLUMNS_PER_CHUNK):
-                columns = slice(start, start + COLUMNS_PER_CHUNK)
-                ratios = resampled_ratios(flat[:, columns], counts[:, columns], resamples)
-                low[columns], high[columns] = confidence_interval(ratios)
+        for start in range(0, flat.shape[1], COLUMNS_PER_CHUNK):
+            columns = slice(start, start + COLUMNS_PER_CHUNK)
+            low[columns], high[columns] = Jackknife.of_ratio(flat[:, columns], counts[:, columns]).interval()
         return MeanIntervals(self.mean, low.reshape(shape), high.reshape(shape))
 
     def _stack_counts(self) -> Array:
@@ -206,75 +257,33 @@ class FoldedSums:
         return np.stack([np.broadcast_to(count, shape) for count in self._counts])
 
 
-# --- Sign-flip tests and corrections for multiple tests ------------------------------------------------
+# --- Corrections for multiple tests --------------------------------------------------------------------
 
-FloatMatrix = NDArray[np.float64]
-MAX_EXACT_TEXTS = 14  # up to this many texts, all sign flips are enumerated
-# With more texts, sign flips are sampled: this many, or FLIPS_PER_TEST for every head if that is more, so that p-values
-# can stay below 0.05 after a correction.
-NUM_SIGN_FLIPS = 9_999
-FLIPS_PER_TEST = 200
-COMPARISON_TOLERANCE = 1e-12  # relative rounding error: flips that sum the same numbers in another order count as equal
 CORRECTION_METHODS = ("holm", "bonferroni", "none")
 
 
-def sign_flip_p_values(differences: FloatMatrix, seed: int = 0) -> FloatMatrix:
-    """Two-sided p-values of a paired sign-flip test, for each column of `differences` [texts, heads].
+def correct_p_values(p: Sequence[float] | Array, method: str = "holm") -> Array:
+    """Adjust p-values for testing all of them at once, by "holm" (1979) or "bonferroni"; "none" returns them unchanged.
 
-    All sign flips are enumerated for few texts. For more texts they are sampled, and the observed signs count as one of
-    the samples (Phipson and Smyth 2010).
+    NaN values count as not tested.
 
-    >>> sign_flip_p_values(np.array([[1.0, 1.0], [2.0, -1.0], [3.0, 0.0]])).tolist()
-    [0.25, 1.0]
-    """
-    texts, heads = differences.shape
-    observed = np.abs(differences.sum(0))
-    threshold = observed - COMPARISON_TOLERANCE * np.abs(differences).sum(0)
-    if texts <= MAX_EXACT_TEXTS:
-        bits = (np.arange(2**texts)[:, None] >> np.arange(texts)) & 1
-        return (np.abs((1.0 - 2 * bits) @ differences) >= threshold).mean(0)
-    generator = np.random.default_rng(seed)
-    num_flips = max(NUM_SIGN_FLIPS, FLIPS_PER_TEST * heads - 1)
-    exceedances = np.ones(heads)
-    for start in range(0, num_flips, 1000):
-        signs = 1.0 - 2 * generator.integers(0, 2, (min(1000, num_flips - start), texts))
-        exceedances += (np.abs(signs @ differences) >= threshold).sum(0)
-    return exceedances / (num_flips + 1)
-
-
-def min_p_value(num_texts: int) -> float:
-    """Smallest p-value that a sign-flip test of `num_texts` texts can have: two of the 2^n flips have all signs alike.
-
-    >>> min_p_value(5)
-    0.0625
-    """
-    return 2.0 ** (1 - num_texts)
-
-
-def correct_p_values(p: FloatMatrix, method: str = "holm") -> FloatMatrix:
-    """Adjust p-values for testing all of them at once, by "holm" or "bonferroni"; "none" returns them unchanged.
-
-    >>> p = np.array([0.01, 0.04, 0.03])
+    >>> p = np.array([0.01, 0.04, 0.03, math.nan])
     >>> correct_p_values(p).round(4).tolist(), correct_p_values(p, "bonferroni").round(4).tolist()
-    ([0.03, 0.06, 0.06], [0.03, 0.12, 0.09])
+    ([0.03, 0.06, 0.06, nan], [0.03, 0.12, 0.09, nan])
     """
     if method not in CORRECTION_METHODS:
         raise ValueError(f"unknown correction={method!r}; {suggest(method, CORRECTION_METHODS)}")
+    values = np.array(p, dtype=np.float64)
     if method == "none":
-        return p
-    if method == "bonferroni":
-        return np.minimum(1, p * len(p))
-    order = p.argsort()
-    stepped = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
-    corrected = np.empty_like(p)
-    corrected[order] = np.minimum(1, stepped)
-    return corrected
+        return values
+    order = values.argsort()[: (~np.isnan(values)).sum()]  # NaN values are sorted last
+    factors = np.arange(len(order), 0, -1) if method == "holm" else np.full(len(order), len(order))
+    stepped = np.maximum.accumulate(values[order] * factors) if method == "holm" else values[order] * factors
+    values[order] = np.minimum(1, stepped)
+    return values
 
 
 # --- Permutation tests ---------------------------------------------------------------------------------
-
-FloatVector = NDArray[np.float64]
-Z_95 = 1.959964  # half the width of a 95 % interval in standard deviations of a normal distribution
 
 
 class PermutationTest(NamedTuple):
@@ -285,7 +294,7 @@ class PermutationTest(NamedTuple):
     p: float
 
 
-def compare_with_null(value: float, null_values: FloatVector, tail: str = "both") -> PermutationTest:
+def compare_with_null(value: float, null_values: Array, tail: str = "both") -> PermutationTest:
     """Compare a statistic with samples of its null distribution.
 
     `tail` names the values that count as extreme: "high", "low" or "both". The statistic itself counts as one more
@@ -305,22 +314,6 @@ def compare_with_null(value: float, null_values: FloatVector, tail: str = "both"
     return PermutationTest(float(value), mean, float((1 + is_extreme[tail].sum()) / (1 + len(null_values))))
 
 
-def holm_correction(p: Sequence[float]) -> list[float]:
-    """Adjust p-values by the method of Holm (1979); NaN values count as not tested.
-
-    >>> holm_correction([0.01, 0.04, float("nan")])
-    [0.02, 0.04, nan]
-    """
-    values = np.asarray(p, dtype=np.float64)
-    corrected = np.full(len(values), np.nan)
-    order = [n for n in np.argsort(values) if not np.isnan(values[n])]
-    running_max = 0.0
-    for rank, n in enumerate(order):
-        running_max = max(running_max, min(1.0, float(values[n]) * (len(order) - rank)))
-        corrected[n] = running_max
-    return corrected.tolist()
-
-
 def poisson_test(count: int, expected: float) -> PermutationTest:
     """Test a count of rare events: p is the probability that a Poisson variable with mean `expected` is at least
     `count`.
@@ -328,28 +321,29 @@ def poisson_test(count: int, expected: float) -> PermutationTest:
     >>> poisson_test(2, 0.1).p < 0.005
     True
     """
-    below = sum(math.exp(-expected + k * math.log(expected) - math.lgamma(k + 1)) for k in range(count) if expected > 0)
-    return PermutationTest(
-        float(count), expected, float(min(1.0, max(0.0, 1 - below))) if expected > 0 else float(not count)
-    )
+    from scipy import special
+
+    p = float(special.pdtrc(count - 1, expected)) if count else 1.0
+    return PermutationTest(float(count), expected, p)
 
 
-def expected_pairs_below(mean: FloatVector, low: FloatVector, high: FloatVector, threshold: float) -> float:
+def expected_pairs_below(intervals: MeanIntervals, threshold: float, num_units: int) -> float:
     """Expected number of values whose interval would end below both the value itself and the threshold, if each value
-    were sampled again with its own standard error; NaN where an interval is unknown.
+    were sampled again with its own standard error. The intervals are those of `num_units` units.
 
-    >>> mean, low, high = (np.array([value] * 1000) for value in (5.0, 4.0, 6.0))
-    >>> [round(expected_pairs_below(mean, low, high, threshold=threshold)) for threshold in (9.0, 2.0)]
+    >>> five = MeanIntervals(*(np.full(1000, value) for value in (5.0, 4.0, 6.0)))
+    >>> [round(expected_pairs_below(five, threshold, num_units=1000)) for threshold in (9.0, 2.0)]
     [25, 0]
     """
-    error = np.maximum((high - low) / (2 * Z_95), 1e-300)
-    z_score = (np.minimum(mean, threshold) - mean) / error - Z_95
-    return float(sum((1 + math.erf(max(-40.0, z) / math.sqrt(2))) / 2 for z in z_score))
+    from scipy import special
+
+    mean, low, high = intervals
+    reach = float(t_quantile(num_units - 1, (1 + CONFIDENCE) / 2))
+    error = np.fmax((high - low) / (2 * reach), 1e-300)
+    return float(special.ndtr((np.minimum(mean, threshold) - mean) / error - reach).sum())
 
 
-def class_separation_test(
-    distances: FloatVector, labels: Sequence[int], permutations: int, seed: int
-) -> PermutationTest:
+def class_separation_test(distances: Array, labels: Sequence[int], permutations: int, seed: int) -> PermutationTest:
     """Test whether members of one class are closer to each other than to others, by permuting the labels.
 
     The statistic is the mean distance within classes minus the mean distance between classes.
@@ -372,7 +366,7 @@ def class_separation_test(
     return compare_with_null(gap(label_array), null_values, "low")
 
 
-def mantel_test(one: FloatVector, other: FloatVector, permutations: int, seed: int) -> PermutationTest:
+def mantel_test(one: Array, other: Array, permutations: int, seed: int) -> PermutationTest:
     """Mantel test: correlation of two distance matrices over the same items, against permutations of the items of one.
 
     >>> far = np.abs(np.subtract.outer(np.arange(9.0), np.arange(9.0)))

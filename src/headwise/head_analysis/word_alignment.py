@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .annotated_examples import Example, TokenAnnotations
 from .head_table import Measure
-from .resampling import Array, confidence_interval, excess_p_values, ratio_of_sums, resampled_ratios
+from .resampling import Array, Jackknife, excess_p_values
 from .weight_bands import BandCallback, WeightBand, WordBandMerger
 
 # A decoder row has one token as input and predicts the next one. The row that stands for a word is the one with the
@@ -104,7 +104,7 @@ class AlignmentScores:
         for words in self._words.values():
             words.finish_example()
 
-    def measures(self, resamples: Array) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
+    def measures(self) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
         """1 - AER, precision and recall of each head.
 
         Chance is uniform attention or the diagonal, whichever scores better.
@@ -115,8 +115,8 @@ class AlignmentScores:
             missing = np.zeros_like(example[0]), np.zeros_like(example[1])
             by_text = [ratios.get((site, row), missing) for ratios in self.ratios_by_example]
             sums, counts = (np.stack(arrays) for arrays in zip(*by_text, strict=True))
-            value = ratio_of_sums(sums, counts)
-            low, high = confidence_interval(resampled_ratios(sums, counts, resamples))
+            scores = Jackknife.of_ratio(sums, counts)
+            value, (low, high) = scores.value, scores.interval()
             for n, suffix in enumerate(MEASURE_SUFFIXES):
                 best = value.shape[1] - 2 + int(value[n, -2:].argmax())  # uniform attention or the diagonal
                 chance = float(value[n, best])

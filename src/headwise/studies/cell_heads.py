@@ -19,7 +19,7 @@ from torch import Tensor
 from ..data import Task
 from ..head_analysis.annotated_examples import Example, examples_from_task
 from ..head_analysis.head_classes import classify_heads
-from ..head_analysis.head_measurement import MeasureOptions, measure_heads
+from ..head_analysis.head_measurement import measure_heads
 from ..head_analysis.head_similarity import spread_of_sets
 from ..head_analysis.head_table import HeadTable, Measure
 from ..head_analysis.rank_analysis import MAX_QUERIES, effective_rank, measure_rank_collapse, score_stages
@@ -31,7 +31,6 @@ from ..inspect.model_inputs import prepare_inputs
 from ..models import Transformer
 
 HEAD_MEASURES = ("entropy", "breadth", "confidence", "distance", "sink", "previous", "self", "induction")
-NUM_RESAMPLES = 200  # of the intervals that decide about classes
 UNCLEAR = "unclear"
 
 
@@ -53,8 +52,7 @@ def summarise_heads(net: Transformer, task: Task, num_texts: int) -> dict[str, A
     try:
         examples = examples_from_task(net, task, num_texts).examples_with_frequencies()
         diversity, support = LayerDiversity(), HeadSupport()
-        options = MeasureOptions(num_resamples=NUM_RESAMPLES)
-        table = classify_heads(measure_heads(net, examples, options=options, collectors=[diversity, support]))
+        table = classify_heads(measure_heads(net, examples, collectors=[diversity, support]))
     except ValueError as error:
         return {"note": str(error)}
     classes = Counter(head.classes[0].name if head.classes else UNCLEAR for head in table.heads)
@@ -103,7 +101,7 @@ class LayerDiversity:
     def finish_example(self) -> None:
         """Nothing is kept of an example."""
 
-    def measures(self, resamples: np.ndarray[Any, Any]) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
+    def measures(self) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
         """No measures of single heads."""
         return {}
 
@@ -131,7 +129,7 @@ class HeadSupport:
     def finish_example(self) -> None:
         """Nothing is kept of an example."""
 
-    def measures(self, resamples: np.ndarray[Any, Any]) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
+    def measures(self) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
         """No measures of single heads."""
         return {}
 
@@ -191,7 +189,7 @@ def _summarise_calls(net: Transformer, examples: Sequence[Example]) -> dict[str,
             scores += hook.scores
             if hook.gates:
                 gates.setdefault(name, []).append(torch.stack(hook.gates).prod(0))
-    depths = measure_rank_collapse(net, examples, num_resamples=1)
+    depths = measure_rank_collapse(net, examples)
     summary: dict[str, Any] = {"residual": [one.residual.value for one in depths if one.stack == depths[-1].stack]}
     if scores:
         means = np.mean(scores, 0).tolist()

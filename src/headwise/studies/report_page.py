@@ -112,6 +112,13 @@ def series_style(number: int) -> tuple[str, str]:
     return SERIES_COLOURS[number % len(SERIES_COLOURS)], DASHES[number // len(SERIES_COLOURS) % len(DASHES)]
 
 
+def _interval_line(x: Scale, span: Span, y: float) -> list[str]:
+    """A line over the interval of a span; none if it has no interval."""
+    if not math.isfinite(span.low):
+        return []
+    return [f'<line class="interval" x1="{x(span.low):.1f}" x2="{x(span.high):.1f}" y1="{y}" y2="{y}"/>']
+
+
 def strip_figure(
     rows: Mapping[str, Sequence[float]], means: Mapping[str, Span], baseline: str, label: str, bold: Sequence[str] = ()
 ) -> str:
@@ -129,7 +136,7 @@ def strip_figure(
         parts.append(f'<text x="{LEFT + 80}" y="{y + 4:.1f}" text-anchor="end"{weight}>{escape_svg(name)}</text>')
         mean = means[name]
         if math.isfinite(mean.value):
-            parts.append(f'<line class="interval" x1="{x(mean.low):.1f}" x2="{x(mean.high):.1f}" y1="{y}" y2="{y}"/>')
+            parts += _interval_line(x, mean, y)
             parts.append(_mark(x(mean.value), y - 6, "mean", f"{name}: mean {mean.value:.4g}"))
         for n, value in enumerate(seeds, 1):
             parts.append(
@@ -150,7 +157,7 @@ def difference_figure(rows: Mapping[str, tuple[Sequence[float], Span]], label: s
         y = TOP + ROW_HEIGHT * (2 * number + 1.4)
         weight = ' style="font-weight:700"' if name in bold else ""
         parts.append(f'<text x="16" y="{y - 14:.1f}"{weight}>{escape_svg(name)}</text>')
-        parts.append(f'<line class="interval" x1="{x(span.low):.1f}" x2="{x(span.high):.1f}" y1="{y}" y2="{y}"/>')
+        parts += _interval_line(x, span, y)
         parts.append(_mark(x(span.value), y - 6, "mean", f"{name}: {span.value:+.4g}"))
         parts += [f'<circle class="seed" cx="{x(value):.1f}" cy="{y:.1f}" r="3"/>' for value in seeds]
     return _svg(height, parts, f"{label}: differences of every seed")
@@ -177,10 +184,12 @@ def scatter_figure(points: Mapping[str, tuple[float, Span]], x_label: str, y_lab
         colour, _ = series_style(list(points).index(name))
         on_front = name in front
         faded = "" if on_front else ' opacity="0.55"'
-        title = f"{name}: {x_label} {cost:,.4g}, {y_label} {mean.value:.4g} ({mean.low:.4g} to {mean.high:.4g})"
+        low, high = (mean.low, mean.high) if math.isfinite(mean.low) else (mean.value, mean.value)
+        ends = f" ({low:.4g} to {high:.4g})" if low < high else ""
+        title = f"{name}: {x_label} {cost:,.4g}, {y_label} {mean.value:.4g}{ends}"
         parts.append(
-            f'<g{faded}><line stroke="{colour}" x1="{x(cost):.1f}" x2="{x(cost):.1f}" y1="{y(mean.low):.1f}" '
-            f'y2="{y(mean.high):.1f}"/><circle fill="{colour}" cx="{x(cost):.1f}" cy="{y(mean.value):.1f}" r="4">'
+            f'<g{faded}><line stroke="{colour}" x1="{x(cost):.1f}" x2="{x(cost):.1f}" y1="{y(low):.1f}" '
+            f'y2="{y(high):.1f}"/><circle fill="{colour}" cx="{x(cost):.1f}" cy="{y(mean.value):.1f}" r="4">'
             f"<title>{escape_svg(title)}</title></circle>"
             f'<line class="leader" x1="{x(cost) + 5:.1f}" y1="{y(mean.value):.1f}" x2="{WIDTH - LABEL_WIDTH + 2}" '
             f'y2="{labels[number]:.1f}"/>{_label(labels[number], name, colour, bold=on_front)}</g>'

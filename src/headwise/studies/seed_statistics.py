@@ -14,17 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..head_analysis.resampling import confidence_interval, holm_correction
+from ..head_analysis.resampling import SHARES, Jackknife, correct_p_values
 from .study_file import Contrast, Readout, StudyTask
 from .study_runner import CellResult, StudyResults
 
 SIGNIFICANCE = 0.05
-NUM_RESAMPLES = 10_000
-INTEGRATION_POINTS = 20_001
 
 
 class Interval(NamedTuple):
-    """A mean over seeds and its 95 % bootstrap interval."""
+    """A mean over seeds and its 95 % interval by Student's t; the ends are NaN if fewer than 6 seeds are all equal."""
 
     value: float
     low: float
@@ -109,84 +107,39 @@ def compare_seeds(results: StudyResults) -> dict[tuple[str, str], Comparison]:
             if len(pairs) >= 2:
                 differences[name, task.name] = pairs
     tests = {key: paired_t_test(pairs) for key, pairs in differences.items()}
-    corrected = holm_correction(list(tests.values()))
+    corrected = correct_p_values(list(tests.values())).tolist()
     return {
-        key: Comparison(tuple(pairs), t_interval(pairs), tests[key], p)
+        key: Comparison(tuple(pairs), mean_interval(pairs), tests[key], p)
         for (key, pairs), p in zip(differences.items(), corrected, strict=True)
     }
 
 
-def bootstrap_mean(values: Sequence[float], seed: int = 0) -> Interval:
-    """Mean of the values with its 95 % percentile bootstrap interval.
+def mean_interval(values: Sequence[float], metric: str = "") -> Interval:
+    """Mean of the values with its 95 % interval by Student's t, which excludes 0 where p of the t test is below 5 %.
 
-    >>> bootstrap_mean([0.5, 0.5, 0.5])
-    Interval(value=0.5, low=0.5, high=0.5)
+    The interval of a share, such as an accuracy, is cut off at 0 and 1.
+
+    >>> [round(end, 2) for end in mean_interval([1.0, 2.0, 3.0])]
+    [2.0, -0.48, 4.48]
     """
-    array = np.asarray(values, dtype=np.float64)
-    if not len(array):
+    if not len(values):
         return Interval(math.nan, math.nan, math.nan)
-    chosen = np.random.default_rng(seed).integers(len(array), size=(NUM_RESAMPLES, len(array)))
-    low, high = confidence_interval(array[chosen].mean(1)[:, None])
-    return Interval(float(array.mean()), float(low[0]), float(high[0]))
+    mean = Jackknife.of_ratio(np.asarray(values, dtype=np.float64))
+    low, high = (float(end) for end in mean.interval())
+    if metric.startswith(SHARES):
+        low, high = float(np.clip(low, 0, 1)), float(np.clip(high, 0, 1))
+    return Interval(float(mean.value), low, high)
 
 
 def paired_t_test(differences: Sequence[float]) -> float:
-    """Two-sided p of Student's t test that the mean of paired differences is 0; NaN for fewer than two.
+    """Two-sided p of Student's t test that the mean of paired differences is 0.
 
-    >>> round(paired_t_test([1.0, 2.0, 3.0]), 4)
-    0.0742
+    It is NaN for fewer than two differences, and for equal ones: without spread there is nothing to test.
+
+    >>> round(paired_t_test([1.0, 2.0, 3.0]), 4), paired_t_test([0.25, 0.25])
+    (0.0742, nan)
     """
-    array = np.asarray(differences, dtype=np.float64)
-    if len(array) < 2:
-        return math.nan
-    error = array.std(ddof=1) / math.sqrt(len(array))
-    if error == 0:
-        return 1.0 if array.mean() == 0 else 0.0
-    return student_tail(abs(array.mean()) / error, len(array) - 1)
-
-
-def t_interval(values: Sequence[float]) -> Interval:
-    """Mean of the values with its 95 % interval by Student's t, which excludes 0 where p of the t test is below 5 %.
-
-    >>> [round(end, 2) for end in t_interval([1.0, 2.0, 3.0])]
-    [2.0, -0.48, 4.48]
-    """
-    array = np.asarray(values, dtype=np.float64)
-    reach = student_quantile(len(array) - 1) * array.std(ddof=1) / math.sqrt(len(array))
-    return Interval(float(array.mean()), float(array.mean() - reach), float(array.mean() + reach))
-
-
-def student_quantile(freedom: int) -> float:
-    """The t that |T| exceeds with a probability of 5 %, by bisection.
-
-    >>> round(student_quantile(2), 4)
-    4.3027
-    """
-    low, high = 0.0, 13.0  # 12.7 for one degree of freedom is the largest
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_tail(middle, freedom) > SIGNIFICANCE else (low, middle)
-    return (low + high) / 2
-
-
-def student_tail(t: float, freedom: int) -> float:
-    """Probability that |T| >= t for Student's t with this many degrees of freedom.
-
-    With t = sqrt(n) tan(angle) the density is proportional to cos(angle)^(n - 1), which is integrated by Simpson's
-    rule.
-
-    >>> round(student_tail(12.7062, 1), 5)
-    0.05
-    """
-
-    def integrate(start: float) -> float:
-        angles = np.linspace(start, math.pi / 2, INTEGRATION_POINTS)
-        heights = np.abs(np.cos(angles)) ** (freedom - 1)
-        weights = np.ones(INTEGRATION_POINTS)
-        weights[1:-1:2], weights[2:-1:2] = 4, 2
-        return float((weights * heights).sum() * (angles[1] - angles[0]) / 3)
-
-    return integrate(math.atan(t / math.sqrt(freedom))) / integrate(0.0)
+    return float(Jackknife.of_ratio(np.asarray(differences, dtype=np.float64)).p_values())
 
 
 def _read_seeds(results: StudyResults, task: StudyTask, readout: Readout) -> dict[int, float]:
@@ -201,8 +154,8 @@ def _score_cells(variant: str, task: StudyTask, cells: Sequence[CellResult]) -> 
     values = [value for value in metrics if math.isfinite(value)]
     reached = [step for one in cells if one.is_done and (step := _first_success(one, task)) is not None]
     count = next((one.result["counts"].get(task.metric, 0) for one in cells if one.is_done), 0)
-    mean = bootstrap_mean(values)
-    is_share = task.metric.startswith(("accuracy", "exact")) and count
+    mean = mean_interval(values, task.metric)
+    is_share = task.metric.startswith(SHARES) and count
     return VariantScore(
         variant=variant,
         task=task.name,

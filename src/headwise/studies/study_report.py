@@ -24,8 +24,8 @@ from .seed_statistics import (
     Comparison,
     Interval,
     VariantScore,
-    bootstrap_mean,
     compare_seeds,
+    mean_interval,
     score_variants,
 )
 from .study_file import Study, StudyTask
@@ -36,6 +36,7 @@ REPORT_FOLDER, REPORT_FILE, PAGE_FILE, TABLE_FILE = "report", "report.md", "repo
 ENVIRONMENT_FILE = "environment.json"
 STUDY_REPORT = FolderKind("report of a study", (REPORT_FILE,), lambda _: (REPORT_FILE, PAGE_FILE, TABLE_FILE))
 MIN_SEEDS_TO_CLAIM = 3
+NO_SPREAD = "no spread"  # instead of an interval, where all seeds agree or there is only one
 SMALLEST_NUMBER = 1e-6  # what is closer to 0 is rounding, such as the weight on a sink that was never chosen
 _HEAD_COLUMNS = {**{name: name for name in HEAD_MEASURES}, "diversity": "diversity", "support": "support"}
 _HEAD_COLUMNS |= {"support_spread": "support sd", "score_deviation": "score sd"}
@@ -123,8 +124,8 @@ class StudyReport:
         caption = (
             f"{task.metric}: {direction} is better; chance {_number(task.task.chance.get(task.metric, math.nan))}. "
             f"p from a paired t test over seeds, corrected for all comparisons of the study (Holm); bold: the best, "
-            f"and significantly so at {SIGNIFICANCE:g}. Test error: standard error from the finite test set. s/step: "
-            "processor seconds of a training step."
+            f"and significantly so at {SIGNIFICANCE:g}. Seeds without spread have neither interval nor p. Test error: "
+            "standard error from the finite test set. s/step: processor seconds of a training step."
         )
         return ReportTable(task.name, header, tuple(rows), caption)
 
@@ -217,7 +218,9 @@ class StudyReport:
             for name in study.edits:
                 metrics = [one.result["edits"][name]["metrics"] for one in done if name in one.result["edits"]]
                 values[name] = [one.get(task.metric, math.nan) for one in metrics]
-            rows.append((variant, *(_format_interval(bootstrap_mean(of_edit)) for of_edit in values.values())))
+            rows.append(
+                (variant, *(_format_interval(mean_interval(of_edit, task.metric)) for of_edit in values.values()))
+            )
         return ReportTable(
             f"{task.name}, {task.metric} after edits",
             ("variant", "not edited", *study.edits),
@@ -357,7 +360,7 @@ class StudyReport:
             value = one.result["metrics"].get(name) if test is None else test.get(task.metric)
             if value is not None:
                 values.append(value)
-        return bootstrap_mean(values)
+        return mean_interval(values, task.metric)
 
 
 def list_claims(
@@ -545,12 +548,15 @@ def _number(value: float) -> str:
 
 
 def _format_interval(mean: Interval) -> str:
-    return "-" if math.isnan(mean.value) else f"{_number(mean.value)} ({_number(mean.low)} to {_number(mean.high)})"
+    if math.isnan(mean.value):
+        return "-"
+    ends = f"{_number(mean.low)} to {_number(mean.high)}" if mean.low < mean.high else NO_SPREAD
+    return f"{_number(mean.value)} ({ends})"
 
 
 def _format_difference(comparison: Comparison) -> str:
     value, low, high = comparison.difference
-    return f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
+    return f"{value:+.3f} ({f'{low:+.3f} to {high:+.3f}' if low < high else NO_SPREAD})"
 
 
 def _without_empty_columns(table: ReportTable) -> ReportTable:

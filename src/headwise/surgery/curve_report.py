@@ -22,24 +22,15 @@ from ..escaping import escape_markdown
 from ..files import write_atomically
 from ..head_analysis.head_figures import FIGURE_THEMES
 from ..head_analysis.head_table import SIGNIFICANCE_LEVEL
-from ..head_analysis.resampling import (
-    CONFIDENCE,
-    Array,
-    confidence_interval,
-    correct_p_values,
-    draw_resamples,
-    ratio_of_sums,
-    resampled_ratios,
-)
+from ..head_analysis.resampling import CONFIDENCE, Array, Jackknife, correct_p_values
 from ..output_paths import Existing, FolderKind, stage_folder
 from .head_selection import RANDOM
 from .pruning_curves import ALL_PARTS, CurvePoint, CurveValue, PruningCurve, PruningCurves
 from .pruning_plan import HeadId
 from .verification.proof import replace_non_finite
 from .verification.proof_report import TEXT_WIDTH, format_number, format_table, to_one_line, wrap_text
-from .verification.quality_metrics import ACCURACY, BLEU, BOOTSTRAP_SEED, LOSS, PERPLEXITY, IntervalEstimate
+from .verification.quality_metrics import ACCURACY, BLEU, LOSS, PERPLEXITY, IntervalEstimate, make_estimate
 
-TAIL_RESAMPLES = 10_000  # many, because intervals corrected for multiple tests depend on thin tails
 PART_LABELS = {"cross": "cross-attention"}
 PUBLISHED_ORDER = ("encoder", "decoder", "cross")  # first removed to last removed (1905.09418)
 
@@ -68,22 +59,18 @@ def find_smallest_harmless(curve: PruningCurve, max_loss_increase: float) -> Cur
 
 
 def compare_losses(one: Sequence[CurvePoint], other: Sequence[CurvePoint], num_tests: int = 1) -> IntervalEstimate:
-    """Return the difference of mean losses of two lists of points, with a paired bootstrap interval over texts.
+    """Return the difference of mean losses of two lists of points, with a paired interval over texts.
 
     The interval is corrected for `num_tests` tests (Bonferroni).
     """
     differences = _mean_text_losses(one) - _mean_text_losses(other)
-    positions = np.array([[float(text.num_positions)] for text in one[0].text_counts])
-    resampled = resampled_ratios(
-        differences, positions, draw_resamples(len(differences), TAIL_RESAMPLES, BOOTSTRAP_SEED)
-    )
-    low, high = confidence_interval(resampled, 1 - (1 - CONFIDENCE) / num_tests)
-    return IntervalEstimate(float(ratio_of_sums(differences, positions)[0]), float(low[0]), float(high[0]))
+    positions = np.array([float(text.num_positions) for text in one[0].text_counts])
+    return make_estimate(Jackknife.of_ratio(differences, positions), 1 - (1 - CONFIDENCE) / num_tests)
 
 
 def _mean_text_losses(points: Sequence[CurvePoint]) -> Array:
-    """Return the summed loss of each text, a mean over points, [texts, 1]."""
-    return np.mean([[[text.sums[LOSS]] for text in point.text_counts] for point in points], axis=0)
+    """Return the summed loss of each text, a mean over points, [texts]."""
+    return np.mean([[text.sums[LOSS] for text in point.text_counts] for point in points], axis=0)
 
 
 class GroupSurvival(NamedTuple):
@@ -344,7 +331,9 @@ def _points_by_count(curves: Sequence[PruningCurve]) -> dict[int, list[CurvePoin
 
 
 def _difference_sign(difference: IntervalEstimate) -> int:
-    return 0 if difference.low <= 0 <= difference.high else 1 if difference.value > 0 else -1
+    if not (difference.low > 0 or difference.high < 0):  # also without an interval
+        return 0
+    return 1 if difference.value > 0 else -1
 
 
 def _describe_difference(difference: IntervalEstimate) -> str:
@@ -353,7 +342,7 @@ def _describe_difference(difference: IntervalEstimate) -> str:
 
 
 def _format_interval(estimate: IntervalEstimate) -> str:
-    return f"{estimate.low:+.3f} to {estimate.high:+.3f}"
+    return f"{estimate.low:+.3f} to {estimate.high:+.3f}" if estimate.low < estimate.high else "no spread"
 
 
 # --- Files and terminal --------------------------------------------------------------------------------

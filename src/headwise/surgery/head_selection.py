@@ -104,7 +104,6 @@ def score_heads(
         max_seconds=ranking.max_seconds,
         normalisation=ranking.normalisation,
         seed=ranking.seed,
-        num_resamples=1,
     )
     total = min(len(examples), ranking.num_examples or len(examples))
 
@@ -282,9 +281,7 @@ class KeepOnePerCluster(HeadSelection):
         redundancy = measure_redundancy(
             net,
             examples,
-            options=RedundancyOptions(
-                seed=self.ranking.seed, max_distance=self.max_distance, num_permutations=1, num_resamples=1
-            ),
+            options=RedundancyOptions(seed=self.ranking.seed, max_distance=self.max_distance, num_permutations=1),
         )
         log("ranking heads")
         scores, keep = score_heads(net, examples, self.ranking, log), dict[str, list[int]]()

@@ -14,6 +14,7 @@ from ..errors import SpecError, suggest
 from ..generation import eval_mode
 from ..head_analysis.annotated_examples import Example
 from ..head_analysis.dependency_syntax import DependencyScores
+from ..head_analysis.distinct_examples import DistinctExamples
 from ..head_analysis.head_classes import classify_heads
 from ..head_analysis.head_figures import class_group
 from ..head_analysis.head_measurement import MeasureCollector, measure_heads
@@ -72,9 +73,11 @@ class ModelEvaluator:
     @staticmethod
     def of(net: Transformer, examples: Sequence[Example], objective: str | Objective | None = None) -> ModelEvaluator:
         """Run the baseline model on every text."""
+        distinct = DistinctExamples(examples)
+        examples = list(distinct)
         check_min_count(len(examples), "texts")
         resolved, note = choose_objective(net, objective, examples[0])
-        tally = QualityTally(resolved, [note] if note else [])
+        tally = QualityTally(resolved, [*([note] if note else []), *distinct.notes])
         is_drift = isinstance(resolved, OutputDrift)
         questions = tuple(resolved.prepare_input(net, example, number) for number, example in enumerate(examples))
         outputs = list[Tensor | None]()

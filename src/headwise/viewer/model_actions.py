@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..traces.token_grouping import TokenGrouping
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..head_analysis.annotated_examples import Example
-    from ..head_analysis.head_table import HeadTable, Measure
+    from ..head_analysis.head_table import HeadTable
     from ..model_spec import ModelSpec
     from ..traces import Trace
 
@@ -179,24 +178,14 @@ def measure(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgres
 def measure_table(net: nn.Module, examples: Sequence[Example], progress: JobProgress) -> HeadTable:
     """Measures and classes of all heads; the intervals of a single text are NaN."""
     from ..head_analysis.head_classes import classify_heads
-    from ..head_analysis.head_measurement import measure_heads
+    from ..head_analysis.head_measurement import MeasureOptions, measure_heads
 
-    single = len(examples) == 1
-    measured = list(examples) * 2 if single else list(examples)  # the mean of a text with itself is its own value
-    table = measure_heads(net, measured, progress=lambda count: progress(min(count, len(examples)), len(examples)))
-    if not single:
+    options = MeasureOptions(min_texts=1)
+    table = measure_heads(net, examples, options=options, progress=lambda count: progress(count, len(examples)))
+    if table.texts != "1 text":
         return classify_heads(table)
-    heads = tuple(
-        replace(head, measures={name: _untested(measure) for name, measure in head.measures.items()})
-        for head in table.heads
-    )
-    note = "one text: no confidence intervals, and classes by scores that are not tested"
-    return classify_heads(replace(table, texts="1 text", heads=heads, notes=(*table.notes, note)), criteria="untested")
-
-
-def _untested(measure: Measure) -> Measure:
-    """The measure of one text that was measured twice: half the rows, no interval, no test."""
-    return measure._replace(low=math.nan, high=math.nan, rows=measure.rows / 2, p=math.nan)
+    note = "one text: no confidence intervals, and classes by scores that are not tested; give several texts"
+    return classify_heads(table.with_notes([note]), criteria="untested")
 
 
 JOB_KINDS: dict[str, JobFunction] = {

@@ -20,6 +20,7 @@ from ...files import write_atomically
 from ...generation import eval_mode, load_tokenizers, max_positions
 from ...generation.generate import generate
 from ...head_analysis.annotated_examples import Example
+from ...head_analysis.distinct_examples import DistinctExamples
 from ...head_analysis.objectives import EvaluationInput, Objective, choose_objective, detect_head_objective
 from ...inspect.ablation import HeadRef
 from ...model_spec.serialization import MANIFEST_FILE, RECORD_FILE
@@ -360,6 +361,8 @@ def prove(
     >>> proof.holds, proof.quality.row("loss").change.value, proof.agreement.kl
     (True, 0.0, 0.0)
     """
+    distinct = DistinctExamples(texts)
+    texts = list(distinct)
     check_min_count(len(texts), "texts")
     _check_comparable(before, after)
     with eval_mode(before), eval_mode(after):
@@ -377,7 +380,7 @@ def prove(
         speeds = compare_speed(before, after, options.timing)
         savings = compare_cost(before, after, options.length, options.source_length)
         examples = comparison.changes.format_examples((before, after), quality.objective)
-    notes = (*options.notes, *generation_notes, *savings.uncut_cache_notes)
+    notes = (*options.notes, *distinct.notes, *generation_notes, *savings.uncut_cache_notes)
     return ModelProof(
         model=before.spec.name,
         what=options.change,

@@ -129,6 +129,8 @@ def format_number(value: float) -> str:
 
 
 def _format_interval(estimate: IntervalEstimate) -> str:
+    if not estimate.low < estimate.high:
+        return "no spread"
     return f"{format_number(estimate.low)} to {format_number(estimate.high)}"
 
 
@@ -246,8 +248,8 @@ def _quality_section(proof: ModelProof) -> Iterator[str]:
     yield from format_table((to_one_line(quality.objective), "before", "after", "change", "95% interval"), rows)
     yield ""
     yield from wrap_text(
-        f"Over {quality.texts:,} texts with {quality.num_positions:,} scored positions. Intervals are bootstrap "
-        "intervals over texts, with the same resamples for both models; a change is not significant if its interval "
+        f"Over {quality.texts:,} texts with {quality.num_positions:,} scored positions. Intervals are "
+        "95 % confidence intervals over texts, for the change over pairs; a change is not significant if its interval "
         f"contains 0, and no difference is shown only if the interval stays within {MAX_EQUAL_CHANGE:.0%} of the value."
     )
     for note in quality.notes:

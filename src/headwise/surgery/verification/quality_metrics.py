@@ -1,4 +1,4 @@
-"""Quality of a model over texts: loss, perplexity, accuracy and task scores with bootstrap confidence intervals."""
+"""Quality of a model over texts: loss, perplexity, accuracy and task scores with confidence intervals."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ...generation import load_tokenizers, max_positions
 from ...generation.decoding_strategies import greedy_decode
 from ...generation.generate import generate
 from ...head_analysis.annotated_examples import Example
+from ...head_analysis.distinct_examples import DistinctExamples
 from ...head_analysis.objectives import EvaluationInput, Objective, OutputDrift, choose_objective
-from ...head_analysis.resampling import Array, confidence_interval, draw_resamples, ratio_of_sums, resampled_ratios
+from ...head_analysis.resampling import CONFIDENCE, ROUNDING, SHARES, Array, Jackknife
 from ...models import Transformer
 from .model_comparison import compute_output
 
-BOOTSTRAP_RESAMPLES, BOOTSTRAP_SEED = 1000, 0
 LOSS, PERPLEXITY, ACCURACY = "loss", "perplexity", "accuracy"
 
 
@@ -35,6 +35,10 @@ class IntervalEstimate(NamedTuple):
     value: float
     low: float
     high: float
+
+    def clip(self, smallest: float, largest: float) -> IntervalEstimate:
+        """Cut the interval off at the smallest and the largest possible value."""
+        return IntervalEstimate(self.value, *(float(np.clip(end, smallest, largest)) for end in self[1:]))
 
 
 class MetricRow(NamedTuple):
@@ -95,7 +99,7 @@ def measure_quality(
     """Measure the quality of a model over texts, paired with `baseline`, the model before, if that is given.
 
     The default objective is that of the model's output head; for an unknown head it is the drift from `baseline`. The
-    loss is a mean over all scored positions; confidence intervals resample texts.
+    loss is a mean over all scored positions; confidence intervals are over texts.
 
     >>> import headwise as hw, torch
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -105,7 +109,8 @@ def measure_quality(
     >>> [row.name for row in report.rows], report.texts, report.num_positions
     (['loss', 'perplexity', 'accuracy'], 5, 20)
     """
-    texts = iter(examples)
+    distinct = DistinctExamples(examples)
+    texts = iter(distinct)
     if (first_example := next(texts, None)) is None:
         raise ValueError("no texts to measure; give at least 2")
     resolved, note = choose_objective(net, objective, first_example)
@@ -115,6 +120,7 @@ def measure_quality(
         question = resolved.prepare_input(net, example, number)
         output = compute_output(net, question.inputs)
         tally.add_pair(question, output, None if baseline is None else compute_output(baseline, question.inputs))
+    tally.notes += distinct.notes
     return tally.report
 
 
@@ -200,41 +206,36 @@ def build_metric_row(
     counts: tuple[Sequence[TextCounts], Sequence[TextCounts] | None],
     transform: Callable[[Array], Array] = lambda values: values,
 ) -> MetricRow:
-    """Return the mean of a metric over positions, transformed, with bootstrap intervals over texts.
+    """Return the mean of a metric over positions, transformed, with confidence intervals over texts.
 
-    Both models use the same resamples.
-
-    >>> some = [TextCounts({"loss": 4.0}, 2), TextCounts({"loss": 8.0}, 4)]
-    >>> build_metric_row("loss", "loss", (some, None)).after
-    IntervalEstimate(value=2.0, low=2.0, high=2.0)
+    >>> some = [TextCounts({"loss": 4.0}, 2), TextCounts({"loss": 9.0}, 4)]
+    >>> [round(number, 2) for number in build_metric_row("loss", "loss", (some, None)).after]
+    [2.17, 0.58, 3.75]
     """
-    draws = draw_resamples(len(counts[0]), BOOTSTRAP_RESAMPLES, BOOTSTRAP_SEED)
-    after = _bootstrap_means(counts[0], sum_name, draws, transform)
-    better = "lower" if sum_name == LOSS else "higher"
+    after = _mean_over_positions(counts[0], sum_name)
+    better, largest = "lower" if sum_name == LOSS else "higher", 1.0 if name.startswith(SHARES) else math.inf
+    estimate = _estimate_mean(after, transform).clip(0, largest)
     if counts[1] is None:
-        return MetricRow(name, better, _interval_estimate(*after))
-    before = _bootstrap_means(counts[1], sum_name, draws, transform)
-    return MetricRow(
-        name,
-        better,
-        _interval_estimate(*after),
-        _interval_estimate(*before),
-        _interval_estimate(after[0] - before[0], after[1] - before[1]),
-    )
+        return MetricRow(name, better, estimate)
+    before = _mean_over_positions(counts[1], sum_name)
+    change = make_estimate(after.map(transform) - before.map(transform)).clip(-largest, largest)
+    return MetricRow(name, better, estimate, _estimate_mean(before, transform).clip(0, largest), change)
 
 
-def _bootstrap_means(
-    counts: Sequence[TextCounts], name: str, draws: Array, transform: Callable[[Array], Array]
-) -> tuple[Array, Array]:
-    """Return the mean over all texts and the mean of every resample."""
-    sums = np.array([[text.sums[name]] for text in counts])
-    positions = np.array([[float(text.num_positions)] for text in counts])
-    return transform(ratio_of_sums(sums, positions)), transform(resampled_ratios(sums, positions, draws))
+def _mean_over_positions(counts: Sequence[TextCounts], name: str) -> Jackknife:
+    """Return the mean of a metric over the positions of all texts."""
+    sums = np.array([text.sums[name] for text in counts])
+    return Jackknife.of_ratio(sums, np.array([float(text.num_positions) for text in counts]))
 
 
-def _interval_estimate(value: Array, resampled: Array) -> IntervalEstimate:
-    low, high = confidence_interval(resampled)
-    return IntervalEstimate(*(float(array[0]) for array in (value, low, high)))
+def _estimate_mean(mean: Jackknife, transform: Callable[[Array], Array]) -> IntervalEstimate:
+    """Return an increasing function of the mean, with the interval of the mean at its ends."""
+    return IntervalEstimate(*(float(transform(number)) for number in (mean.value, *mean.interval())))
+
+
+def make_estimate(statistic: Jackknife, confidence: float = CONFIDENCE) -> IntervalEstimate:
+    """Return a statistic of the texts with its confidence interval."""
+    return IntervalEstimate(*(float(number) for number in (statistic.value, *statistic.interval(confidence))))
 
 
 MAX_EQUAL_CHANGE = 0.1  # of the larger of both values: a wider interval around 0 does not show that nothing changed
@@ -244,7 +245,7 @@ def describe_change(row: MetricRow) -> str:
     """Return "better", "worse", "no difference shown", "undecided, too few texts" or "not compared".
 
     If the interval of the change contains 0, a metric counts as unchanged only if the interval is narrow: within a
-    tenth of the larger value. Otherwise the texts are too few to decide.
+    tenth of the larger value. Otherwise the texts are too few to decide, as they are if the change has no interval.
 
     >>> after, before = IntervalEstimate(0.0, 0.0, 0.0), IntervalEstimate(69.0, 0.0, 100.0)
     >>> describe_change(MetricRow("BLEU", "higher", after, before, IntervalEstimate(-69.0, -100.0, 0.0)))
@@ -253,9 +254,13 @@ def describe_change(row: MetricRow) -> str:
     change, before = row.change, row.before
     if change is None or before is None or math.isnan(change.value):
         return "not compared"
+    scale = max(abs(before.value), abs(row.after.value))
+    if abs(change.value) <= ROUNDING * scale and not change.low < change.high:
+        return "no difference shown"
+    if math.isnan(change.low):
+        return "undecided, too few texts"
     if not change.low <= 0 <= change.high:
         return "better" if (change.value > 0) == (row.better == "higher") else "worse"
-    scale = max(abs(before.value), abs(row.after.value))
     is_narrow = max(abs(change.low), abs(change.high), abs(change.value)) <= MAX_EQUAL_CHANGE * scale
     return "no difference shown" if is_narrow else "undecided, too few texts"
 
@@ -367,7 +372,7 @@ def compare_translations(
 def compare_translated_texts(
     before: Sequence[str], after: Sequence[str], pairs: Sequence[TranslationPair]
 ) -> tuple[MetricRow, str]:
-    """Compare translations before and after: one metric with bootstrap intervals over pairs, and a note or "".
+    """Compare translations before and after: one metric with intervals over pairs, and a note or "".
 
     The metric is sacreBLEU (0 to 100) with the tokenizer for the script of the references. BLEU counts n-grams of up to
     four tokens, so that it needs references with as many; if most have fewer, the metric is the share of answers that
@@ -387,15 +392,9 @@ def compare_translated_texts(
         ]
         note = f"BLEU is not computed: only {num_long} of {len(references)} references have {BLEU_ORDER} tokens"
         return build_metric_row(EXACT_MATCH, EXACT_MATCH, (counts[0], counts[1])), note
-    draws = draw_resamples(len(pairs), BOOTSTRAP_RESAMPLES, BOOTSTRAP_SEED)
-    after_scores, before_scores = (_bootstrap_bleu(bleu, texts, references, draws) for texts in (after, before))
-    estimates = (_bleu_estimate(scores) for scores in (after_scores, before_scores, after_scores - before_scores))
-    return MetricRow(BLEU, "higher", *estimates), ""
-
-
-def _bleu_estimate(scores: Any) -> IntervalEstimate:
-    low, high = confidence_interval(scores[1:])
-    return IntervalEstimate(float(scores[0]), float(low), float(high))
+    after_scores, before_scores = (_jackknife_bleu(bleu, texts, references) for texts in (after, before))
+    change = after_scores - before_scores
+    return MetricRow(BLEU, "higher", *(make_estimate(one) for one in (after_scores, before_scores, change))), ""
 
 
 def translate_sources(net: Transformer, pairs: Sequence[TranslationPair]) -> list[str]:
@@ -413,14 +412,13 @@ def translate_sources(net: Transformer, pairs: Sequence[TranslationPair]) -> lis
     return translations
 
 
-def _bootstrap_bleu(bleu: Any, translations: Sequence[str], references: Sequence[str], draws: Any) -> Any:
-    """Return BLEU of all pairs, then of every resample; n-grams are counted once per pair and summed."""
+def _jackknife_bleu(bleu: Any, translations: Sequence[str], references: Sequence[str]) -> Jackknife:
+    """Return BLEU of all pairs and without each of them; n-grams are counted once per pair and summed."""
     sentence_scores = [
         bleu.sentence_score(translation, [reference])
         for translation, reference in zip(translations, references, strict=True)
     ]
-    counts = np.array(
-        [[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in sentence_scores], dtype=np.float64
-    )
-    sums = np.concatenate([counts.sum(0)[None], draws @ counts]).astype(np.int64).tolist()
-    return np.array([bleu.compute_bleu(row[:4], row[4:8], row[8], row[9]).score for row in sums])
+    counts = np.array([[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in sentence_scores])
+    sums = np.concatenate([counts.sum(0)[None], counts.sum(0) - counts]).tolist()
+    scores = np.array([bleu.compute_bleu(row[:4], row[4:8], row[8], row[9]).score for row in sums])
+    return Jackknife(scores[0], scores[1:], np.ones(len(counts), dtype=bool), np.abs(scores[0]))

@@ -3,7 +3,7 @@
 import { signal, useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { loadDocument } from "../state";
-import { classWord, format, measureMeaning, t } from "../i18n";
+import { classWord, format, formatInterval, measureMeaning, say, t } from "../i18n";
 import { doc, firstHeads, headCount, headIndex, headName, job, measuredClasses, measureOf, measures, runJob, selectedHead, selectedSite, selectHead, showsTable, sites, source } from "../state";
 import { Panel, type Column } from "./basics";
 import { DataTable } from "./data_table";
@@ -42,7 +42,8 @@ async function findTexts(name: string): Promise<void> {
 export function ClassEvidence({ measure }: { measure: (index: number, name: string) => string }): JSX.Element {
   const name = shownClass();
   const head = headName(selectedSite.value, selectedHead.value);
-  if (!name) return <Panel title={t("why.title", { head })}>{<p class="t3">{t("inspector.noClass")}</p>}</Panel>;
+  const unclear = measuredClasses(headIndex.value)[0]?.evidence;
+  if (!name) return <Panel title={t("why.title", { head })}>{<p class="t3">{unclear ? say(unclear) : t("inspector.noClass")}</p>}</Panel>;
   const behind = measure(headIndex.value, name);
   const value = (part: number) => measureOf(headIndex.value, behind, part);
   const canRun = source.isLive && doc.value?.capabilities.measure.possible === true;
@@ -56,7 +57,7 @@ export function ClassEvidence({ measure }: { measure: (index: number, name: stri
         </p>
         {Number.isFinite(value(1)) && (
           <p class="sm t2">
-            {t("interval")}: {format(value(1))}–{format(value(2))}
+            {t("interval")}: {formatInterval(value(1), value(2))}
           </p>
         )}
         {known ? (
@@ -155,7 +156,7 @@ export function SyntaxPanel(): JSX.Element {
     { key: "towards", title: t("syntax.towards"), value: (row) => t(row.towards === "governor" ? "syntax.governor" : "syntax.dependent") },
     { key: "head", title: t("syntax.best"), value: (row) => headName(...place(row.index)) },
     { key: "value", title: t("syntax.found"), numeric: true, value: (row) => row.value, cell: (row) => format(row.value) },
-    { key: "interval", title: t("interval"), numeric: true, value: (row) => row.low, cell: (row) => `${format(row.low)}–${format(row.high)}` },
+    { key: "interval", title: t("interval"), numeric: true, value: (row) => row.low, cell: (row) => formatInterval(row.low, row.high) },
     { key: "baseline", title: t("syntax.baseline"), numeric: true, value: (row) => row.baseline, cell: (row) => format(row.baseline) },
     { key: "verdict", title: t("syntax.verdict"), value: (row) => t(row.low > row.baseline ? "syntax.above" : "syntax.notAbove") },
   ];

@@ -3,7 +3,7 @@
 import type { JSX } from "preact";
 import { ablateReason, toggleAblated, togglePin } from "../actions";
 import { thumbnailImage } from "../canvas/heatmap";
-import { classWord, format, measureMeaning, measureName, say, t } from "../i18n";
+import { classWord, format, formatInterval, measureMeaning, measureName, say, t } from "../i18n";
 import { classesOf, firstHeads, headIndex, headName, isAblated, measureOf, measures, moveHead, pinned, scale, screen, selectHead, selectedHead, selectedSite, site, thumbnails } from "../state";
 import { Heatmap, Icon } from "./basics";
 import { Badge } from "./class_badge";
@@ -114,7 +114,7 @@ function MeasureTable({ index }: { index: number }): JSX.Element {
               <tr key={name}>
                 <td title={measureMeaning(name)}>{measureName(name)}</td>
                 <td class="num">{format(measureOf(index, name))}</td>
-                <td class="num t3">{Number.isFinite(low) ? `${format(low)}–${format(high)}` : "–"}</td>
+                <td class="num t3">{formatInterval(low, high)}</td>
                 <td class="num t3">{format(measureOf(index, name, 3))}</td>
               </tr>
             );

@@ -59,3 +59,9 @@ export function format(value: number): string {
   if (size !== 0 && (size < 0.001 || size >= 100_000)) return value.toExponential(1);
   return size >= 100 ? value.toFixed(0) : size >= 10 ? value.toFixed(1) : size >= 0.01 || size === 0 ? value.toFixed(2) : value.toFixed(4);
 }
+
+/** An interval; units that all agree have none, which is not certainty. */
+export function formatInterval(low: number, high: number): string {
+  if (!Number.isFinite(low)) return "–";
+  return low === high ? t("noSpread") : `${format(low)}–${format(high)}`;
+}

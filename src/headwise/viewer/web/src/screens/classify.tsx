@@ -7,7 +7,7 @@ import { Badge, classLetter, className, LETTERS, type Letter } from "../componen
 import { ClassEvidence, SyntaxPanel } from "../components/class_evidence";
 import { DataTable } from "../components/data_table";
 import { MeasurePrompt } from "../components/shell";
-import { classWord, format, say, t } from "../i18n";
+import { classWord, format, formatInterval, say, t } from "../i18n";
 import { firstHeads, headIndex, headName, measuredClasses, measureOf, measures, ownClass, ownClasses, selectHead, setOwnClass, sites, type HeadClass } from "../state";
 import { between, toFlag, toList, urlSignal } from "../url_state";
 
@@ -170,7 +170,7 @@ function makeColumns(): Column<Row>[] {
     },
     { key: "score", title: t("score"), numeric: true, value: (row) => row.top?.score ?? NaN, cell: (row) => format(row.top?.score ?? NaN) },
     { key: "bar", title: "", value: (row) => row.top?.score ?? NaN, cell: (row) => <span class="bar-cell"><Meter value={row.top?.score ?? 0} /></span> },
-    { key: "interval", title: t("classify.interval"), numeric: true, value: (row) => row.low, cell: (row) => (Number.isFinite(row.low) ? `${format(row.low)}–${format(row.high)}` : "–") },
+    { key: "interval", title: t("classify.interval"), numeric: true, value: (row) => row.low, cell: (row) => formatInterval(row.low, row.high) },
     {
       key: "own",
       title: t("classify.own"),

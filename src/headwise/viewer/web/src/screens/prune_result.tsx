@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 import { type Column, CopyCode } from "../components/basics";
 import { DataTable } from "../components/data_table";
-import { format, isTextKey, say, t } from "../i18n";
+import { format, formatInterval, isTextKey, say, t } from "../i18n";
 import { headName, sites } from "../state";
 import { formatCount } from "./cost";
 
@@ -227,7 +227,7 @@ export function QualityTable({ quality }: { quality: Quality }): JSX.Element {
         { key: "name", title: t("prune.quality", { texts: quality.texts }), value: (row) => say(row.name) },
         estimate("before", t("prune.before")),
         estimate("after", t("prune.after")),
-        { key: "change", title: `${t("prune.change")}, ${t("interval")}`, numeric: true, value: (row) => row.change?.value ?? NaN, cell: (row) => (row.change ? `${number(row.change.low)} … ${number(row.change.high)}` : "–") },
+        { key: "change", title: `${t("prune.change")}, ${t("interval")}`, numeric: true, value: (row) => row.change?.value ?? NaN, cell: (row) => (row.change ? formatInterval(row.change.low ?? NaN, row.change.high ?? NaN) : "–") },
       ]}
     />
   );
