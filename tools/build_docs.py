@@ -415,6 +415,22 @@ def summary(cls: type) -> str:
     return " ".join((cls.__doc__ or "").strip().split("\n\n")[0].split())
 
 
+@generates
+def interval_coverage() -> str:
+    """Simulated coverage of intervals and rejection rates of tests."""
+    import interval_coverage
+
+    return interval_coverage.format_coverage()
+
+
+@generates
+def interval_coverage_zh() -> str:
+    """The same table in Chinese."""
+    import interval_coverage
+
+    return interval_coverage.format_coverage("zh")
+
+
 # --- the files -----------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,13 @@ NUM_UNITS = (2, 3, 5, 8, 12, 19, 20, 40, 60)
 NUM_SAMPLES = 20_000  # the standard error of a rate of 0.05 is 0.0015
 RARE = 0.1  # how often the rare event happens
 KINDS = ("normal", "skewed", "rare", "rounded")
+WORDS = {
+    "en": {name: name for name in (*KINDS, "coverage")}
+    | {"units": "texts or seeds", "rejected": "rejected, two sides"}
+    | {"above": "rejected, above", "below": "rejected, below"},
+    "zh": {"units": "文本或种子数", "normal": "正态", "skewed": "偏斜", "rare": "罕见", "rounded": "取整"}
+    | {"coverage": "覆盖率", "rejected": "双侧拒绝率", "above": "单侧拒绝率（above）", "below": "单侧拒绝率（below）"},
+}
 
 
 def sample_centred(kind: str, num_units: int) -> Array:
@@ -60,15 +67,15 @@ def simulate_all() -> dict[str, Any]:
     return {kind: {str(count): simulate(kind, count) for count in NUM_UNITS} for kind in KINDS}
 
 
-def format_coverage() -> str:
+def format_coverage(language: str = "en") -> str:
     """Return the stored figures as a Markdown table."""
-    figures = json.loads(FIGURES.read_text())
-    lines = [_row(["texts or seeds", *map(str, NUM_UNITS)]), _row(["---"] + ["--:"] * len(NUM_UNITS))]
-    rows = [(f"{kind}: coverage", kind, "coverage", ".2f") for kind in KINDS]
-    rows += [(f"{kind}: rejected, two sides", kind, "rejected", ".3f") for kind in KINDS]
-    rows += [(f"skewed: rejected, {name}", "skewed", name, ".3f") for name in ("above", "below")]
-    for title, kind, rate, digits in rows:
-        lines.append(_row([title, *(format(figures[kind][str(count)][rate], digits) for count in NUM_UNITS)]))
+    figures, word = json.loads(FIGURES.read_text()), WORDS[language]
+    lines = [_row([word["units"], *map(str, NUM_UNITS)]), _row(["---"] + ["--:"] * len(NUM_UNITS))]
+    rows = [(kind, "coverage", ".2f") for kind in KINDS] + [(kind, "rejected", ".3f") for kind in KINDS]
+    rows += [("skewed", name, ".3f") for name in ("above", "below")]
+    for kind, rate, digits in rows:
+        rates = (format(figures[kind][str(count)][rate], digits) for count in NUM_UNITS)
+        lines.append(_row([f"{word[kind]}: {word[rate]}", *rates]))
     return "\n".join(lines)
 
 

@@ -64,7 +64,7 @@ def test_the_spread_as_it_is_defined_of_layers_of_several_sizes():
     locations = (*heads(1, 4), *(HeadLocation("decoder.1.attention", 1, head) for head in range(3)))
     adding = DiversitySums(locations, 9, 0)
     adding.add(0, rows_of(weights))
-    found = adding.layer_diversities(10, 0)
+    found = adding.layer_diversities()
     result = weights.double().numpy()
     assert [one.spread.value for one in found] == pytest.approx([spread(result[:4]), spread(result[4:])], abs=1e-6)
     assert [one.heads for one in found] == [4, 3]
@@ -98,7 +98,7 @@ def test_text_by_text_is_all_at_once():
     for number, weights in enumerate(texts):
         diversity_sums.add(number, rows_of(weights))
     whole.add(0, rows_of(torch.cat(texts, 1)))
-    one, other = diversity_sums.layer_diversities(10, 0), whole.layer_diversities(10, 0)
+    one, other = diversity_sums.layer_diversities(), whole.layer_diversities()
     assert [a.spread.value for a in one] == pytest.approx([b.spread.value for b in other])
     assert [a.spread.chance for a in one] == pytest.approx([b.spread.chance for b in other])
 
@@ -108,7 +108,7 @@ def test_permuted_heads_give_a_calibrated_null():
     for trial in range(80):
         adding = DiversitySums(locations, 39, trial)
         adding.add(0, rows_of(random_weights(12, trial)))
-        found = adding.layer_diversities(2, 0)
+        found = adding.layer_diversities()
         least.append(min(one.p for one in found))
         chances += [one.spread.value - one.spread.chance for one in found]
     assert np.mean(np.array(least) <= 0.1) < 0.2  # corrected over three layers
@@ -120,7 +120,7 @@ def test_a_layer_whose_heads_are_alike_is_found():
     weights[6:12] = weights[6] * 0.9 + weights[6:12] * 0.1
     adding = DiversitySums(locations, 99, 0)
     adding.add(0, rows_of(weights))
-    found = adding.layer_diversities(2, 0)
+    found = adding.layer_diversities()
     assert found[1].p < 0.05
     assert found[1].spread.value < 0.5 * found[1].spread.chance
     assert [one.p > 0.05 for one in found] == [True, False, True, True, True]
@@ -130,7 +130,7 @@ def test_a_single_head_or_a_single_layer_has_no_chance():
     for locations in (heads(1, 3), heads(3, 1)):
         adding = DiversitySums(locations, 9, 0)
         adding.add(0, rows_of(random_weights(3, 0)))
-        found = adding.layer_diversities(2, 0)
+        found = adding.layer_diversities()
         assert all(math.isnan(one.p) for one in found)
         assert found[0].data["p"] is None
 

@@ -179,6 +179,7 @@ def _studentise(values: Array) -> Array:
 
 # --- Options and results -------------------------------------------------------------------------------
 
+EQUAL_DISTANCE = 1e-9  # nats; smaller distances are rounding
 CHANCE_RATE = 0.05  # share of pairs below the distance threshold by chance
 
 
@@ -503,12 +504,16 @@ class _SimilarPairs(NamedTuple):
     num_expected: float
 
 
+def _distance_intervals(folds: FoldedSums, grid: tuple[Any, ...]) -> MeanIntervals:
+    """Distances of these heads; a distance of 0 is that of equal rows in every text, however few there are."""
+    mean, low, high = (array[grid] for array in folds.mean_intervals())
+    return MeanIntervals(mean, *(np.where(np.abs(mean) < EQUAL_DISTANCE, mean, end) for end in (low, high)))
+
+
 def _count_similar_pairs(sums: _DistanceSums, options: RedundancyOptions, indices: Sequence[int]) -> _SimilarPairs:
     """Compare the distances of these heads with their chance level."""
     grid, pairs = np.ix_(indices, indices), np.triu_indices(len(indices), 1)
-    observed, permuted = (
-        MeanIntervals(*(array[grid] for array in folds.mean_intervals())) for folds in (sums.distances, sums.chance)
-    )
+    observed, permuted = (_distance_intervals(folds, grid) for folds in (sums.distances, sums.chance))
     threshold = _chance_threshold(permuted.mean) if options.max_distance is None else options.max_distance
     num_similar = int((observed.high < np.minimum(threshold, permuted.mean))[pairs].sum())
     chance_pairs = MeanIntervals(*(array[pairs] for array in permuted))

@@ -5,7 +5,8 @@ The tables compare attention, GRU, LSTM and convolution; every cell is measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +52,7 @@ def largest_difference(one: Tensor, other: Tensor) -> float:
 
 
 TOKENS, LENGTHS = 64, (512, 1024)
+ROUNDS = 5  # of timing: the range shows whether another process ran beside them
 SHORT, LONG, VALUES, WIDTH = 16, 64, 4, 16  # lengths and sizes of the task of `_train`
 STEPS, BATCH, EVALUATED = 200, 64, 512
 # A name of `complexity` for each name of `layer_reach.LAYERS`.
@@ -76,11 +78,13 @@ def measured_cells() -> Mapping[str, Number]:
 
 
 def _measure_cells() -> Mapping[str, Number]:
-    seconds = measure_scaling(LayerSizes(max(LENGTHS), MODEL_WIDTH), LENGTHS).layers
+    rounds = [measure_scaling(LayerSizes(max(LENGTHS), MODEL_WIDTH), LENGTHS).layers for _ in range(ROUNDS)]
     less, more = (_count_flops(length) for length in LENGTHS)
-    numbers: dict[str, Number] = {"tokens": TOKENS, "short": LENGTHS[0], "long": LENGTHS[1]}
+    numbers: dict[str, Number] = {"tokens": TOKENS, "short": LENGTHS[0], "long": LENGTHS[1], "rounds": ROUNDS}
     for name, layer in _measure_reach().items():
-        short, long = seconds[NAMES[name]]
+        seconds = [layers[NAMES[name]] for layers in rounds]
+        milliseconds = _with_range([1000 * short for short, _ in seconds], ".2g")
+        growth = _with_range([long / short for short, long in seconds], ".2g")
         cells = {
             "field": layer.receptive_field,
             "layers": layer.layers,
@@ -89,9 +93,18 @@ def _measure_cells() -> Mapping[str, Number]:
         }
         cells |= {f"gradient_{distance}": layer.gradients[distance] for distance in DISTANCES}
         cells |= {"shift": layer.shift, "permutation": layer.permutation, "parameters": layer.parameters}
-        cells |= {"ms": 1000 * short, "growth": long / short, "work": more[NAMES[name]] / less[NAMES[name]]}
+        cells |= {"ms": milliseconds, "growth": growth, "work": more[NAMES[name]] / less[NAMES[name]]}
         numbers |= {f"{row}_{name.lower()}": cell for row, cell in cells.items()}
     return numbers
+
+
+def _with_range(values: Sequence[float], digits: str) -> str:
+    """The median of several measurements with the smallest and the largest.
+
+    >>> _with_range([3.0, 1.0, 1.25], ".2g")
+    '1.2 (1–3)'
+    """
+    return "{} ({}–{})".format(*(format(pick(values), digits) for pick in (median, min, max)))
 
 
 def _count_flops(tokens: int) -> dict[str, int]:
