@@ -156,7 +156,7 @@ ERRORS_PAGE = (ROOT / "docs" / "errors.md").read_text("utf-8")
 # Arguments that make a command of the session short; the other arguments stay as they are.
 SHORT = SHORT_RUNS | {
     "demo": ["--quick"],
-    "heads": ["--limit", "4", "--resamples", "100"],
+    "heads": ["--limit", "4"],
     "prune": ["--limit", "4", "--seconds", "0.05"],
     "convert": ["--limit", "4", "--seconds", "0.05"],
 }

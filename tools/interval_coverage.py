@@ -23,7 +23,7 @@ WORDS = {
     | {"units": "texts or seeds", "rejected": "rejected, two sides"}
     | {"above": "rejected, above", "below": "rejected, below"},
     "zh": {"units": "文本或种子数", "normal": "正态", "skewed": "偏斜", "rare": "罕见", "rounded": "取整"}
-    | {"coverage": "覆盖率", "rejected": "双侧拒绝率", "above": "单侧拒绝率（above）", "below": "单侧拒绝率（below）"},
+    | {"coverage": "覆盖率", "rejected": "双侧拒绝率", "above": "单侧拒绝率 above", "below": "单侧拒绝率 below"},
 }
 
 

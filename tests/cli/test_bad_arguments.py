@@ -149,7 +149,6 @@ CASES = [
     (f"heads model {TEXTS} --out texts.txt", "cannot write to texts.txt: it is a file; give the path of a new folder"),
     (f"heads model {TEXTS} --pair a b --out new", "--pair a b is not two heads"),
     (f"heads model {TEXTS} --budget 0", "--budget 0 is out of range; give a number above 0"),
-    (f"heads model {TEXTS} --resamples 3", "--resamples 3 is too few"),
     ("heads none.trace --draw L0H1 --out new", "there is no file 'none.trace'; give one that exists"),
     ("heads gpt2 --text one --show norm", "--show 'norm' is unknown; did you mean 'norms'?"),
     ("heads gpt2 --text one --over sums", "--over 'sums' is unknown; did you mean 'sum'?"),

@@ -118,7 +118,6 @@ def test_the_output_folder_holds_the_reports(
     (["--data", "two", "--limit", "1"], "is too few for a confidence interval"),
     (["--data", "two", "--sort", "entropie"], "--sort 'entropie' is unknown; did you mean 'entropy'?"),
     (["--data", "two", "--criteria", "mine"], "--criteria 'mine' is unknown; use one of clark, ours, untested, voita"),
-    (["--data", "two", "--resamples", "3"], "is too few for a confidence interval"),
     (["--data", "two", "--out", "two"], "two: it is a file; give the path of a new folder"),
     (["--data", "two", "--pair", "decoder.0.attention:0", "decoder.0.attention:1"], "--pair needs a folder"),
     (["--data", "two", "--pair", "0", "1", "--out", "drawn"], "--pair 0 1 is not two heads; write SITE:HEAD twice"),

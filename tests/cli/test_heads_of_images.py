@@ -95,7 +95,7 @@ def measure_by_hand(folders: dict[str, Path], layer: int, head: int) -> dict[str
 def test_measures_equal_those_of_the_models_own_weights(
     source: str, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ):
-    code, out, err = run_command(capsys, folders["vit"], "--images", folders[source], "--resamples", 100, "--json")
+    code, out, err = run_command(capsys, folders["vit"], "--images", folders[source], "--json")
     assert code == 0, err
     data = json.loads(out)
     assert data["data"] == "5 images"
@@ -137,14 +137,14 @@ def test_python_takes_images_as_tensors(folders: dict[str, Path]):
 
 
 def test_a_headwise_folder_takes_floats(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):
-    argv = (folders["native"], "--images", folders["floats"], "--resamples", 100, "--json")
+    argv = (folders["native"], "--images", folders["floats"], "--json")
     code, out, err = run_command(capsys, *argv)
     assert code == 0, err
     check_measures(json.loads(out), folders)
 
 
 def test_table_figures_and_limit(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    argv = (folders["vit"], "--images", folders["images"], "--limit", 3, "--resamples", 100)
+    argv = (folders["vit"], "--images", folders["images"], "--limit", 3)
     code, out, err = run_command(capsys, *argv, "--out", tmp_path / "out", "--draw", "L1H2", "--redundancy")
     assert code == 0, err
     assert "3 images" in out
@@ -194,7 +194,7 @@ def test_grey_images_have_three_equal_channels(folders: dict[str, Path], capsys:
         grey = np.load(folders["grey"])
         path = folders["grey"].with_name(f"grey{number}.npy")
         np.save(path, grey if number == 1 else np.stack([grey] * 3, -1))
-        code, out, err = run_command(capsys, folders["vit"], "--images", path, "--resamples", 100, "--json")
+        code, out, err = run_command(capsys, folders["vit"], "--images", path, "--json")
         assert code == 0, err
         results.append(json.loads(out)["heads"])
     assert results[0] == results[1]

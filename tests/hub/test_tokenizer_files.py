@@ -84,7 +84,7 @@ def test_the_command_that_looks_at_heads_takes_it(tmp_path, capsys):
     net = wordless()
     hw.save(net, tmp_path / "net")
     (tmp_path / "texts").write_text("The cat sat.\nA dog ran over there.\n")
-    result = ["heads", str(tmp_path / "net"), "--data", str(tmp_path / "texts"), "--resamples", "100", "--json"]
+    result = ["heads", str(tmp_path / "net"), "--data", str(tmp_path / "texts"), "--json"]
     assert main(result) == 2
     assert "no tokenizer" in capsys.readouterr().err
     assert main([*result, "--tokenizer", "bytes"]) == 0
