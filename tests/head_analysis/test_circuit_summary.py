@@ -81,8 +81,15 @@ NORMS = {  # gains before the attention, gains of its output, what is added to a
 def test_copying_scores_have_the_gains_of_norms(family: str):
     before, after, offset, is_centred = NORMS[family]
     torch.manual_seed(0)
-    sizes = {"hidden_size": 12, "num_attention_heads": 3, "num_key_value_heads": 3, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 12,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "num_hidden_layers": 2,
+    }
     sizes |= {"intermediate_size": 20, "vocab_size": 17, "head_dim": 4}
+    if family == "gpt_neox":
+        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     config = transformers.AutoConfig.for_model(family, **sizes, tie_word_embeddings=False, pad_token_id=0)
     model = with_random_gains(transformers.AutoModelForCausalLM.from_config(config).eval())
     weights = {name: value.detach().double().numpy() for name, value in model.named_parameters()}

@@ -296,3 +296,51 @@ def test_published_metrics_are_not_measured_by_default(decoder: HeadTable):
     assert set(decoder.heads[0].measures) == set(HEAD_METRICS)
     assert hw.sites(handmade.decoder())[0].name == FIRST
     assert torch.is_grad_enabled()
+
+
+# --- why a head has no class -----------------------------------------------------------------------------
+
+
+def unclear_reason(one: HeadMeasures, criteria: str = "ours") -> str:
+    (found,) = classify_heads(HeadTable("small", "9 texts", (one,)), criteria=criteria).heads[0].classes
+    assert (found.name, found.score) == ("unclear", 0.0)
+    return found.evidence.partition("; the strongest candidate is previous: ")[0]
+
+
+@pytest.mark.parametrize(
+    ("measure", "criteria", "reason"),
+    [
+        (Measure(1.0, 0.99, 1.01, 0.09, 12, 1e-9), "ours", "too little text to name a class: fewer than 20 rows"),
+        (Measure(1.0, math.nan, math.nan, 0.09, 12), "untested", "too little text to name a class: fewer than 20 rows"),
+        (Measure(1.0, math.nan, math.nan, 0.09, 30), "ours", "there is nothing to test: the texts do not differ"),
+        (Measure(0.3, math.nan, math.nan, 0.09, 30), "untested", "no score is 0.5 or more, as a class without a test"),
+        (Measure(0.3, 0.0, 0.6, 0.09, 30, 0.2), "ours", "no measure is clearly above chance"),
+    ],
+)
+def test_a_head_without_a_class_says_why(measure: Measure, criteria: str, reason: str):
+    one = HeadMeasures("decoder", "attention", 0, 0, 0, FIRST, {"previous": measure})
+    found = unclear_reason(one, criteria)
+    assert found.startswith(reason)
+    assert ("; give " in found) == (reason != "no measure is clearly above chance")
+
+
+def test_a_text_given_twice_names_no_head():
+    """Equal texts used to have p = 0, so that two copies of a text named most heads."""
+    texts = handmade.texts(3)
+    table = measure_heads(handmade.decoder(), [texts[0], texts[1], texts[0], texts[1]])
+    once = measure_heads(handmade.decoder(), texts[:2])
+    assert [head.classes for head in classify_heads(table).heads] == [
+        head.classes for head in classify_heads(once).heads
+    ]
+
+
+def test_mixed_weights_have_a_note():
+    block = hw.model_spec.BlockSpec(hw.design(preset="dcmha", model=12, heads=3, pattern="causal"), feed=None)
+    plain = hw.model_spec.BlockSpec(hw.design(model=12, heads=3, pattern="causal"), feed=None)
+    mixed_note = "heads are mixed after the softmax in 1 of 2 layers"
+    for blocks, notes in (([block, plain], [mixed_note]), ([plain, plain], [])):
+        embedding = hw.model_spec.EmbeddingSpec(handmade.WORDS)
+        stack = hw.model_spec.StackSpec.from_blocks("decoder", 12, blocks, embedding=embedding)
+        net = hw.build(hw.model_spec.ModelSpec("mixed", (stack,)), seed=0).eval()
+        found = [note for note in measure_heads(net, handmade.texts(3)).notes if "usual ranges" in note]
+        assert [note.partition(",")[0] for note in found] == notes

@@ -198,9 +198,8 @@ def _range_notes(sites: Sequence[SiteModule]) -> list[str]:
     num_mixed = sum(any(mix.phase is Phase.WEIGHTS for _, mix in spec.parts_of(Mix)) for spec in specs)
     if not num_mixed:
         return []
-    fact = (
-        f"{pluralise(num_mixed, 'layer')} of {len(sites)} mix heads after the softmax, so that weights may be negative"
-    )
+    where = f"in {num_mixed} of {pluralise(len(sites), 'layer')}"
+    fact = f"heads are mixed after the softmax {where}, so that weights may be negative"
     return [f"{fact}; entropy, confidence, sink and other measures may then leave their usual ranges"]
 
 

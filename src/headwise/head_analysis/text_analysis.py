@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import SpecError, pluralise
+from ..errors import SpecError
 from ..inspect.model_inputs import check_is_module, is_encoder_decoder
 from ..inspect.model_tokenizer import find_tokenizer, use_tokenizer
 from ..inspect.trace_capture import get_model_name
@@ -157,7 +157,7 @@ def heads(
             kind = "text"
             examples, notes = read_texts(reader, texts, min_count=2)
         table = measure_and_classify(reader, examples, criteria=criteria, options=options, progress=progress)
-    return replace(table, texts=pluralise(len(examples), kind)).with_notes(notes)
+    return replace(table, texts=table.texts.replace("text", kind)).with_notes(notes)
 
 
 def importance(
