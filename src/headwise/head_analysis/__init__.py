@@ -1,7 +1,7 @@
 """Analysis of attention heads: what each head attends to, how much it matters, and which heads are redundant.
 
 - Data: `annotated_examples` reads texts, parses and aligned pairs as examples with annotated tokens, `image_examples`
-  images as examples with patches.
+  images as examples with patches; `distinct_examples` leaves out repetitions.
 - Entry points: `text_analysis` has `hw.heads` and `hw.importance`, which take any model and plain texts.
 - Measures: `head_measurement` runs a model over examples and returns a `head_table`. `attention_sinks` measures if the
   first token is a sink, `weight_bands` streams the attention weights, `head_metrics` (texts and images) and
@@ -16,7 +16,7 @@
 - One text: `attention_maps` has weights, norm-weighted attention, rollout and aggregates over heads and layers;
   `logit_attribution` what each head adds to a logit.
 - Numbers: `model_steps` has every step of one head for one query, from the residual stream to the residual stream.
-- Statistics: `resampling` has bootstrap intervals and permutation tests, `random_baseline` untrained models.
+- Statistics: `resampling` has intervals, t tests and permutation tests, `random_baseline` untrained models.
 - Output: `measure_tables` prints measures with their intervals, `head_table` writes them as JSON or CSV.
   `head_figures` draws all heads, `attention_figures` single heads on the texts that show their classes;
   `head_report` writes them.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..head_analysis.head_redundancy import ComparableHeads
     from ..head_analysis.head_similarity import HeadLocation
 
-MIN_TEXTS = 2  # a bootstrap interval needs as many
+MIN_TEXTS = 2  # an interval needs as many
 MAX_CIRCUITS = 400  # heads whose circuits are compared, pair by pair
 HALF_SIMILAR = 0.5  # cut of 1 - similarity, half way between equal heads (0) and unrelated ones (1)
 Distances = NDArray[np.float64]
