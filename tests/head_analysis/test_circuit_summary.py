@@ -73,7 +73,6 @@ NORMS = {  # gains before the attention, gains of its output, what is added to a
     "gemma2": ("input_layernorm", "post_attention_layernorm", 1.0, False),
     "olmo2": ("", "post_attention_layernorm", 0.0, False),
     "phi": ("input_layernorm", "", 0.0, True),
-    "gpt_neox": ("input_layernorm", "", 0.0, True),
 }
 
 
@@ -88,8 +87,6 @@ def test_copying_scores_have_the_gains_of_norms(family: str):
         "num_hidden_layers": 2,
     }
     sizes |= {"intermediate_size": 20, "vocab_size": 17, "head_dim": 4}
-    if family == "gpt_neox":
-        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     config = transformers.AutoConfig.for_model(family, **sizes, tie_word_embeddings=False, pad_token_id=0)
     model = with_random_gains(transformers.AutoModelForCausalLM.from_config(config).eval())
     weights = {name: value.detach().double().numpy() for name, value in model.named_parameters()}
@@ -103,16 +100,12 @@ def test_copying_scores_have_the_gains_of_norms(family: str):
 
     tables = model.get_input_embeddings(), model.get_output_embeddings()
     embed, unembed = (table.weight.detach().double().numpy() for table in tables)
-    final = {"phi": "final_layernorm.weight", "gpt_neox": "final_layer_norm.weight"}.get(family, "model.norm.weight")
+    final = "final_layernorm.weight" if family == "phi" else "model.norm.weight"
     found = iter(measure_head_circuits(model))
     for layer in range(2):
         prefix = f"layers.{layer}."
-        if family == "gpt_neox":
-            fused = weight(f"{prefix}attention.query_key_value.weight").reshape(3, 3, 4, 12)
-            v, o = fused[:, 2].reshape(12, 12), weight(f"{prefix}attention.dense.weight")
-        else:
-            v = weight(f"{prefix}self_attn.v_proj.weight")
-            o = weight(f"{prefix}self_attn.{'dense' if family == 'phi' else 'o_proj'}.weight")
+        v = weight(f"{prefix}self_attn.v_proj.weight")
+        o = weight(f"{prefix}self_attn.{'dense' if family == 'phi' else 'o_proj'}.weight")
         first, last = (linear(f"{prefix}{name}.weight" if name else "") for name in (before, after))
         for head in range(3):
             own = slice(4 * head, 4 * head + 4)

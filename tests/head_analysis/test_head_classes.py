@@ -341,6 +341,6 @@ def test_mixed_weights_have_a_note():
     for blocks, notes in (([block, plain], [mixed_note]), ([plain, plain], [])):
         embedding = hw.model_spec.EmbeddingSpec(handmade.WORDS)
         stack = hw.model_spec.StackSpec.from_blocks("decoder", 12, blocks, embedding=embedding)
-        net = hw.build(hw.model_spec.ModelSpec("mixed", (stack,)), seed=0).eval()
+        net = hw.build(hw.model_spec.ModelSpec("mixed", "decoder", (stack,)), seed=0).eval()
         found = [note for note in measure_heads(net, handmade.texts(3)).notes if "usual ranges" in note]
         assert [note.partition(",")[0] for note in found] == notes
