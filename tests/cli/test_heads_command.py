@@ -82,7 +82,7 @@ def test_the_output_folder_holds_the_reports(
     out = tmp_path / "out"
     code, _, err = run_command(capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(out))
     assert code == 0, err
-    for name in ("grid", "entropy", "gallery", "pair"):
+    for name in ("grid", "entropy", "pair"):  # the sentences are too short for a class to be drawn
         for paper in ("light", "dark"):
             assert (out / f"{name}-{paper}.svg").read_text().startswith("<?xml")
             assert (out / f"{name}-{paper}.png").read_bytes().startswith(b"\x89PNG")

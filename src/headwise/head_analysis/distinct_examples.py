@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import pluralise
 from .annotated_examples import Example
 
 
@@ -41,8 +40,9 @@ class DistinctExamples:
         """A note on the examples that were left out; none if there are none."""
         if not self.num_repeated:
             return ()
-        verb = "repeats" if self.num_repeated == 1 else "repeat"
-        return (f"left out {pluralise(self.num_repeated, 'text')} that {verb} an earlier one",)
+        if self.num_repeated == 1:
+            return ("left out 1 text that repeats an earlier one",)
+        return (f"left out {self.num_repeated} texts that repeat an earlier one",)
 
     def check_min_count(self, minimum: int = 2) -> None:
         """Raise ValueError if there were fewer than `minimum` distinct examples."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from ..errors import pluralise, suggest
@@ -198,8 +199,8 @@ def _range_notes(sites: Sequence[SiteModule]) -> list[str]:
     num_mixed = sum(any(mix.phase is Phase.WEIGHTS for _, mix in spec.parts_of(Mix)) for spec in specs)
     if not num_mixed:
         return []
-    where = f"in {num_mixed} of {pluralise(len(sites), 'layer')}"
-    fact = f"heads are mixed after the softmax {where}, so that weights may be negative"
+    layers = pluralise(len(sites), "layer")
+    fact = f"heads are mixed after the softmax in {num_mixed} of {layers}, so that weights may be negative"
     return [f"{fact}; entropy, confidence, sink and other measures may then leave their usual ranges"]
 
 
@@ -281,6 +282,7 @@ def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric) -> 
         estimate, chance = estimate.map(partial(_reduce_mean, metric)), _reduce_mean(metric, chance)
         rows = rows.max(-1)
     low, high = estimate.interval()
+    low = np.where(_is_nonnegative(observed[0], low.ndim), np.maximum(low, 0), low)
     if metric.reduce is select_peak_offset:  # the most frequent distance jumps, so that it has no standard error
         low, high = np.full_like(low, np.nan), np.full_like(high, np.nan)
     columns = (array.tolist() for array in (estimate.value, low, high, rows, p))
@@ -288,6 +290,11 @@ def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric) -> 
         Measure(mean, start, stop, float(chance[0]), num_rows, p_value)
         for mean, start, stop, num_rows, p_value in zip(*columns, strict=True)
     ]
+
+
+def _is_nonnegative(sums: Array, num_axes: int) -> NDArray[np.bool_]:
+    """True for heads whose sums are at least 0 in every text, so that their means are."""
+    return np.asarray((sums >= 0).all(axis=(0, *range(num_axes + 1, sums.ndim))))
 
 
 def _excess_p_values(metric: HeadMetric, observed: TextSums, baseline: TextSums) -> Array:
