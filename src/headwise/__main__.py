@@ -2,7 +2,9 @@
 
 import sys
 
-from .cli import main
-
 if __name__ == "__main__":
+    if not sys.flags.safe_path:  # then `-m` put the working folder first, which may be a model folder
+        del sys.path[0]
+    from .cli import main
+
     sys.exit(main())

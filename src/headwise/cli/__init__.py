@@ -23,6 +23,7 @@ from importlib import import_module
 
 from .. import __version__
 from ..errors import suggest
+from ..machine.python_processes import safe_import_path
 from ..translation.language import join_clauses, localise, use_language
 from ..translation.terminal_text import paragraph
 from .arguments import terminal_language
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_closed:
         return print_error("cannot write: stdout is closed; open it")
     argv = sys.argv[1:] if argv is None else argv
-    with use_language(terminal_language(argv)):
+    with use_language(terminal_language(argv)), safe_import_path():
         return run_guarded(_run_command, argv)
 
 

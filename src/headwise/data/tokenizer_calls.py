@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from tokenizers import Encoding, Tokenizer
 
 from ..errors import SpecError
 from ..files import read_text_file
+from ..machine.python_processes import python_command
 
 MAX_REASON = 120  # characters of the library's message
 
@@ -126,6 +126,8 @@ class TokenizerProcess:
     The process starts with the first text, and again with the next one after it was ended.
     """
 
+    worker = WORKER  # the script that it runs
+
     def __init__(self, document: str, max_seconds: float = MAX_SECONDS) -> None:
         self.document, self.max_seconds = document, max_seconds
         self._lock = threading.Lock()
@@ -152,7 +154,7 @@ class TokenizerProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-P", str(WORKER)],
+            python_command(str(self.worker)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -170,7 +172,7 @@ class TokenizerProcess:
             raise SpecError(f"the tokenizer cannot {action}: {' '.join(str(answer['panic']).split())[:120]}; {REMEDY}")
         return answer
 
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, request: Mapping[str, Any] | None) -> dict[str, Any]:
         late = threading.Event()
         try:
             process = self._process or self._start()

@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 
+from ..machine.python_processes import python_command
+
 POLICIES = ("auto", "wait", "off")
 NO_CACHE_WARNING = (
     "compiled kernels cannot be kept on disk, so every process compiles them again; "
@@ -74,10 +76,9 @@ class CompilationState:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HEADWISE_KERNELS": "wait"}
         if self._temporary is not None:
             environment["NUMBA_CACHE_DIR"] = self._temporary.name
-        command = [sys.executable, "-m", "headwise.kernels", task]
         try:
             self.running[task] = subprocess.Popen(
-                command,
+                python_command("-m", "headwise.kernels", task),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 
 from ..interfaces.external_parts import import_part_file, imported_part_files
 from ..machine.capabilities import this_machine
+from ..machine.python_processes import safe_import_path
 from .cells import Cell
 from .run_cell import read_result, run_cell, write_result
 
@@ -103,18 +104,14 @@ class ProcessEngine:
     def _run_in_pool(self, pending: Mapping[str, Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
         """Run cells in one pool, until all are done or a process dies."""
         if self._pool is None:
-            self._pool = ProcessPoolExecutor(
-                self.jobs,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=prepare_worker,
-                initargs=(imported_part_files(),),
-            )
+            self._pool = self._make_pool()
         pool, queue = self._pool, iter(pending.values())
         futures: dict[Future[dict[str, Any]], Cell] = {}
 
         def submit_next() -> None:
             if (cell := next(queue, None)) is not None:
-                futures[pool.submit(_run_marked, cell.config, str(folder / cell.id))] = cell
+                with safe_import_path():  # the first cell starts the workers
+                    futures[pool.submit(_run_marked, cell.config, str(folder / cell.id))] = cell
 
         for _ in range(self.jobs):
             submit_next()
@@ -123,6 +120,15 @@ class ProcessEngine:
                 result = future.result()
                 yield futures.pop(future), result
                 submit_next()
+
+    def _make_pool(self) -> ProcessPoolExecutor:
+        with safe_import_path():  # the pool starts a process that frees its locks
+            return ProcessPoolExecutor(
+                self.jobs,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=prepare_worker,
+                initargs=(imported_part_files(),),
+            )
 
 
 def make_progress_line(done: int, total: int, cell: Cell, result: Mapping[str, Any]) -> str:

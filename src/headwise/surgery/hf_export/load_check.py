@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ...errors import SpecError
 from ...hub.pretrained_models import load_transformers_folder
+from ...machine.python_processes import python_command
 from ...model_spec import StackSpec
 from ...models import Transformer, build
 from .shard_rewrite import CanonicalForm
@@ -108,7 +108,7 @@ def check_load(
         data, options = f"{temporary}/data.safetensors", Path(temporary, "options.json")
         Path(data).write_bytes(save(expected))
         options.write_text(json.dumps({"modules": list(candidates), "tolerance": TOLERANCE}))
-        return _run_loader([sys.executable, "-I", "-B", "-c", DRIVER, str(folder), data, str(options)])
+        return _run_loader(python_command("-I", "-B", "-c", DRIVER, str(folder), data, str(options)))
 
 
 def _run_loader(command: list[str]) -> LoadCheck:
