@@ -6,7 +6,9 @@ import copy
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -411,6 +413,38 @@ def test_templates_come_from_the_model_folder(tmp_path: Path):
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(ValueError, match="is not valid"):
         read_chat_template(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "took longer than 2 s"),
+        ("{{ 'a' * 9999999999 }}", "needs more than 1,024 MiB"),
+        ("{{ messages[0].content | center(9999999999) }}", "needs more than 1,024 MiB"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deeply"),
+        ("{{ '%d' % messages[0].content }}", "format"),
+    ],
+)
+def test_a_hostile_template_fails_its_own_request(text: str, reason: str, net: Transformer):
+    template = ChatTemplate(text)
+    template._process.max_seconds = 2
+    model = ServedModel("small", hw.Engine(net, budget=4_000_000), template)
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    with TestClient(ApiServer(model).app()) as http, ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(http.post, "/v1/chat/completions", json=body)
+        longest = 0.0
+        while not answer.done():
+            begin = time.monotonic()
+            assert http.get("/health").status_code == 200
+            longest = max(longest, time.monotonic() - begin)
+        assert answer.result().status_code == 400
+        assert reason in answer.result().json()["error"]["message"]
+        assert longest < 1.5, "the event loop waited for the template"
+
+
+def test_a_template_that_is_nested_too_deeply_is_not_valid():
+    with pytest.raises(ValueError, match=r"is not valid: it is nested too deeply; correct chat_template.jinja"):
+        ChatTemplate("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}")
 
 
 def test_a_port_that_is_taken_is_said(net: Transformer):

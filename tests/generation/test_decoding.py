@@ -16,7 +16,8 @@ from torch import Tensor
 import headwise as hw
 from headwise import model_spec as bp
 from headwise.generation import DecodingState, eval_mode
-from headwise.generation.decoding_state import filter_logits
+from headwise.generation.decoding_config import MIN_TEMPERATURE
+from headwise.generation.decoding_state import filter_logits, sample_tokens
 from headwise.generation.decoding_strategies import BeamSearch, run_beam_search
 from headwise.ops.counter_rng import RandomStream
 from support.decoding_models import CAUSAL, MODEL, WORDS, build_random, decoder_spec, encoder_decoder_spec
@@ -48,6 +49,24 @@ def anew(net: hw.Transformer, prompt: Sequence[int], count: int, source: Sequenc
     for _ in range(count):
         ids.append(int(logits_of(net, ids, source).argmax()))
     return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-308, 9.99e-6])
+def test_temperatures_near_zero_take_the_likeliest_token(temperature: float, net: hw.Transformer):
+    logits, streams = torch.tensor([[0.5, 88.0, 88.0, -3e38]]), [RandomStream(0, 0)]
+    assert sample_tokens(logits, temperature=temperature, streams=streams) == [1]
+    for beams in (1, 3):
+        config = hw.DecodingConfig(beams=beams)
+        found = hw.generate(net, PROMPTS, max_new_tokens=4, temperature=temperature, seed=3, config=config)
+        assert found == hw.generate(net, PROMPTS, max_new_tokens=4, config=config)
+    with pytest.raises(hw.SpecError, match="does not sample"):
+        hw.generate(net, PROMPTS[0], temperature=temperature, config=hw.DecodingConfig(top_k=2))
+
+
+def test_the_smallest_temperature_that_samples():
+    logits, streams = torch.tensor([[0.5, 88.0, 88.0, -3e38]]).expand(64, -1), [RandomStream(0, n) for n in range(64)]
+    drawn = sample_tokens(logits, temperature=MIN_TEMPERATURE, streams=streams)
+    assert Counter(drawn).keys() == {1, 2}
 
 
 # --- what is drawn from, and how often -----------------------------------------------------------------

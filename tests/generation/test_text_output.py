@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,24 @@ def test_an_answer_is_the_text_before_the_first_stop(text: str, stops: list[str]
     cut = min((text.find(stop) for stop in stops if stop in text), default=len(text))
     assert message + answer.take_new_text() == answer.text == text[:cut]
     assert recorded + answer.take_new_ids() == answer.ids == list(text[:cut].encode())
+
+
+def test_the_work_for_a_stop_text_grows_as_the_output_does():
+    answer = Completion((), ["x" * 20_000], IncrementalDetokenizer(WORDS["bytes"]))
+    begin = time.process_time()
+    for _ in range(3000):
+        answer.take(ord("x"))
+        assert (answer.take_new_text(), answer.take_new_ids()) == ("", [])
+    assert time.process_time() - begin < 5  # every beginning of the stop text at every token: minutes
+
+
+@pytest.mark.parametrize(
+    ("stops", "message"), [(["a"] * 65, "65 texts and ids"), (["a" * 4097], "a text of 4097 characters")]
+)
+def test_stop_texts_have_a_largest_number_and_length(stops: list[str], message: str):
+    assert hw.DecodingConfig(stop=("a" * 4096,) * 64).words
+    with pytest.raises(hw.SpecError, match=f"{message}; give at most"):
+        hw.DecodingConfig(stop=tuple(stops))
 
 
 def test_a_possible_stop_is_withheld_only_while_possible():

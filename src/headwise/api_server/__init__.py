@@ -3,7 +3,7 @@
 In reading order:
 
 - `request_fields`: what a request asks for, read from its JSON and checked; the prompt of a conversation,
-  by the chat template of the model folder.
+  by the chat template of the model folder, which `chat_template_worker` renders in a process of its own.
 - `completions`: the outputs of one request on the engine, and the JSON of completions, their chunks and errors.
 - `server`: the routes, and `serve`.
 """

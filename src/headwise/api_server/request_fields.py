@@ -5,7 +5,8 @@ Field names, defaults and types are those of OpenAI's HTTP interface (platform.o
 and are not supported are refused; fields that describe the caller are ignored.
 
 The prompt of a conversation is made by the chat template of a model folder, a Jinja text that comes with a checkpoint.
-It runs in Jinja's sandbox, which keeps it from reaching anything but its arguments.
+It runs in Jinja's sandbox, which keeps it from reaching anything but its arguments, and in a process of its own, with
+limits of time and memory.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..data.tokenizer_calls import TokenizerProcess
 from ..errors import suggest
-from ..generation.decoding_config import DecodingConfig
+from ..generation.decoding_config import MIN_TEMPERATURE, DecodingConfig
 from ..size_limits import MAX_INTEGER, show_int
 
 MAX_PROMPTS = 64
@@ -192,7 +194,7 @@ class _FieldReader:
         top_p, min_p = self.number("top_p", 1.0), self.number("min_p", 0.0)
         top_k = self.integer("top_k", None, -1)
         filters: dict[str, Any] = {}
-        if temperature > 0:
+        if temperature >= MIN_TEMPERATURE:
             filters = {"top_p": top_p if top_p != 1 else None, "min_p": min_p or None}
             filters["top_k"] = top_k if top_k is not None and top_k > 0 else None
         filters |= self._constraint()
@@ -292,29 +294,33 @@ class ChatTemplate:
     """
 
     def __init__(self, text: str, special_tokens: dict[str, str] | None = None) -> None:
-        from jinja2.exceptions import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _raise_exception
-        environment.filters["tojson"] = _to_json
+        self._process, self._special_tokens = _TemplateProcess(text), special_tokens or {}
         try:
-            self._template = environment.from_string(text)
-        except TemplateError as error:
+            self._process.render(None)
+        except ValueError as error:
             raise ValueError(f"the chat template of the model is not valid: {error}; correct {TEMPLATE_FILE}") from None
-        self._special_tokens = special_tokens or {}
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
-        """The prompt, which ends where the assistant's answer begins."""
-        from jinja2.exceptions import TemplateError
-
+        """Return the prompt, which ends where the assistant's answer begins."""
         listed = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            return self._template.render(messages=listed, add_generation_prompt=True, **self._special_tokens)
-        except (TemplateError, TypeError, ArithmeticError) as error:
+            return self._process.render({"messages": listed, "add_generation_prompt": True, **self._special_tokens})
+        except ValueError as error:
             raise FieldError("messages", f"the chat template of the model refuses these messages: {error}") from None
+
+
+class _TemplateProcess(TokenizerProcess):
+    """Renders a template in a process with limits of time and memory."""
+
+    worker = Path(__file__).with_name("chat_template_worker.py")
+
+    def render(self, variables: Mapping[str, Any] | None) -> str:
+        """Return the text; raises ValueError with the reason if there is none."""
+        with self._lock:
+            answer = self._answer(variables)
+        if "panic" in answer:
+            raise ValueError(answer["panic"])
+        return answer["text"]
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
@@ -341,13 +347,3 @@ def _read_config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}; give the file that came with the model") from None
     return config if isinstance(config, dict) else {}
-
-
-def _raise_exception(message: str) -> NoReturn:
-    from jinja2.exceptions import TemplateError
-
-    raise TemplateError(message)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -121,7 +121,7 @@ class ApiServer:
             name = body.get("model", self.model.name)
             if name != self.model.name:
                 return self._unknown_model(name)
-            prompts, fields = read(body)
+            prompts, fields = await asyncio.to_thread(read, body)  # a chat template may take its time
             if self.num_outputs + len(prompts) * fields.num_choices > MAX_OUTPUTS:
                 return JSONResponse(make_error("the server is busy; try again later", code="busy"), 429)
             job = await self._start_job(prompts, fields)

@@ -11,6 +11,9 @@ from typing import Any
 from ..errors import SpecError, suggest
 
 COMPILE_MODES = ("off", "auto", "on")
+MIN_TEMPERATURE = 1e-5  # smaller ones take the likeliest token, as logits divided by them may overflow
+MAX_STOPS = 64
+MAX_STOP_CHARS = 4096  # of one stop text
 
 
 @dataclass(frozen=True)
@@ -132,11 +135,10 @@ def check_decoding(config: DecodingConfig, temperature: float, vocab_size: int) 
     if config.beams > vocab_size:
         fact = f"beams={config.beams} is more than the {vocab_size} tokens of the vocabulary"
         raise SpecError(f"{fact}; give at most beams={vocab_size}")
-    if config.filters and not temperature:
+    if config.filters and temperature < MIN_TEMPERATURE:
         name, value = next(iter(config.filters.items()))
-        raise SpecError(
-            f"{name}={value} has no effect: temperature=0 does not sample; give temperature=1, or leave {name} out"
-        )
+        fact = f"temperature={temperature:g} does not sample"
+        raise SpecError(f"{name}={value} has no effect: {fact}; give temperature=1, or leave {name} out")
     for end_id in config.ends(()):
         if end_id >= vocab_size:
             raise SpecError(f"end id {end_id} is outside the vocabulary of {vocab_size}; give 0..{vocab_size - 1}")
@@ -158,7 +160,11 @@ def _check_count(name: str, value: Any, remedy: str) -> None:
 def _parse_stops(value: Any) -> tuple[str | int, ...]:
     """Return one stop, or several, as a tuple of texts and ids."""
     stops = (value,) if isinstance(value, (str, int)) else tuple(value)
+    if len(stops) > MAX_STOPS:
+        raise SpecError(f"stop has {len(stops)} texts and ids; give at most {MAX_STOPS}")
     for stop in stops:
+        if isinstance(stop, str) and len(stop) > MAX_STOP_CHARS:
+            raise SpecError(f"stop holds a text of {len(stop)} characters; give at most {MAX_STOP_CHARS}")
         if not (stop if isinstance(stop, str) else _is_whole_number(stop) and stop >= 0):
             raise SpecError(f"stop must be a non-empty text or a token id, got {stop!r}; give stop='.', for example")
     return stops

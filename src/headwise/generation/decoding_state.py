@@ -16,7 +16,7 @@ from ..model_spec import ModelSpec, StackSpec
 from ..models.embeddings_heads import pool_last
 from ..models.transformer import EncoderOutput, Transformer
 from ..ops.counter_rng import RandomStream
-from .decoding_config import DEFAULT_DECODING, DecodingConfig
+from .decoding_config import DEFAULT_DECODING, MIN_TEMPERATURE, DecodingConfig
 from .text_output import Completion
 
 # --- Compiled decode steps -----------------------------------------------------------------------------
@@ -113,8 +113,8 @@ def sample_tokens(
 ) -> list[int]:
     """Return the next id of each row of logits [rows, vocabulary].
 
-    At temperature 0 it is the most likely one; otherwise each row samples with its own stream. `history` holds the ids
-    of each row so far, for the repetition penalty.
+    Below `MIN_TEMPERATURE` it is the most likely one; otherwise each row samples with its own stream. `history` holds
+    the ids of each row so far, for the repetition penalty.
 
     >>> sample_tokens(torch.tensor([[0.0, 2.0, 1.0]]))
     [1]
@@ -127,7 +127,7 @@ def sample_tokens(
     highest, likeliest = logits.max(-1)
     if bool(highest.isnan().any()):
         raise ValueError("the model produced NaN logits, so its weights are broken; load another checkpoint")
-    if temperature == 0:
+    if temperature < MIN_TEMPERATURE:
         return likeliest.tolist()
     return draw_tokens(filter_logits(logits / temperature, config), streams)
 

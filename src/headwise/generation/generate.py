@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import SpecError, pluralise
 from ..models.transformer import Transformer
 from ..ops.counter_rng import RandomStream
-from .decoding_config import DEFAULT_DECODING, DecodingConfig, check_decoding
+from .decoding_config import DEFAULT_DECODING, MIN_TEMPERATURE, DecodingConfig, check_decoding
 from .decoding_state import (
     CompileReporter,
     DecodingState,
@@ -54,7 +54,7 @@ def generate(
 
     A decoder continues the prompt; an encoder-decoder reads it as its source. Ids are used as they are; text is
     encoded and surrounded by the ids that `model.usage` asks for (`before`, `behind`). An output stops before an end
-    id, which is not part of it. At temperature 0 every token is the most likely one; otherwise tokens are sampled:
+    id, which is not part of it. Below temperature 1e-5 every token is the most likely one, else tokens are sampled:
     row n of a batch uses random stream n of an integer seed. With a list of seeds row n uses stream 0 of seed n, as
     it would alone. With `config=DecodingConfig(beams=..., best=...)` and `best` above 1 each output is a list, best
     first.
@@ -71,7 +71,7 @@ def generate(
     """
     generator = TextGenerator.of(model, max_new_tokens, temperature, config)
     prompts = parse_prompts(model, ids_or_text, config.window)
-    outputs = generator.answers(prompts, make_random_streams(seed, len(prompts.rows)) if temperature else ())
+    outputs = generator.answers(prompts, make_random_streams(seed, len(prompts.rows)) if generator.temperature else ())
     values = [[output.text if prompts.kind == "text" else output.ids for output in best] for best in outputs]
     results = [best if config.best > 1 else best[0] for best in values]
     return results[0] if prompts.form == "alone" else results
@@ -100,7 +100,7 @@ def stream(
         raise ValueError(f"cannot stream {len(prompts.rows)} prompts at once; give one, or call generate")
     if config.beams > 1:
         raise SpecError(f"cannot stream beams={config.beams}: the best is only known at the end; call generate")
-    return generator.pieces(prompts, make_random_streams(seed, 1) if temperature else ())
+    return generator.pieces(prompts, make_random_streams(seed, 1) if generator.temperature else ())
 
 
 def make_random_streams(seed: SeedOrSeeds, count: int) -> list[RandomStream]:
@@ -147,6 +147,7 @@ class TextGenerator:
         check_decoding(config, temperature, require_language_model(net.spec))
         if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens!r} is not a token count; give an integer of at least 1")
+        temperature = 0.0 if temperature < MIN_TEMPERATURE else temperature
         return TextGenerator(net, max_new_tokens, temperature, config, report_compile)
 
     @property

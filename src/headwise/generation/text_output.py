@@ -249,8 +249,9 @@ class Completion:
         self.ids: list[int] = []
         self.over = False
         self.constraint = constraint
-        self._end_ids, self._stop_texts, self._detokenizer = end_ids, tuple(stop_texts), detokenizer
-        self._searched = 0  # no stop text begins before this character
+        self._end_ids, self._detokenizer = end_ids, detokenizer
+        self._stops = [_StopMatcher(stop) for stop in stop_texts]
+        self._searched = 0  # number of characters that the matchers have read
         self._stop_start: int | None = None  # character at which the stop text begins
         self._text_lengths: list[int] = []  # text length after each id; -1 after an incomplete character
         self._num_taken_ids = self._num_taken_chars = 0
@@ -289,10 +290,11 @@ class Completion:
     def _find_stop(self) -> None:
         """Find the first stop text in the part that was not searched yet."""
         assert self._detokenizer is not None, "there is no text"
-        text = self._detokenizer.text
-        starts = [start for stop in self._stop_texts if (start := text.find(stop, self._searched)) >= 0]
+        new = self._detokenizer.text[self._searched :]
+        ends = [(matcher, matcher.find_end(new)) for matcher in self._stops]
+        starts = [self._searched + end - len(matcher.stop) for matcher, end in ends if end is not None]
+        self._searched += len(new)
         if not starts:
-            self._searched = max(self._searched, len(text) - max(map(len, self._stop_texts), default=1) + 1)
             return
         self._stop_start, self.over = min(starts), True
         num_ids = [n for n, mark in enumerate(self._text_lengths, 1) if 0 <= mark <= self._stop_start]
@@ -304,8 +306,7 @@ class Completion:
         text = self.text
         if self.over:
             return len(text)
-        partial_stops = (n for stop in self._stop_texts for n in range(1, len(stop)) if text.endswith(stop[:n]))
-        return len(text) - max(partial_stops, default=0)
+        return len(text) - max((matcher.num_matched for matcher in self._stops), default=0)
 
     def take_new_text(self) -> str:
         """Return the final text that was not returned before."""
@@ -315,12 +316,42 @@ class Completion:
     def take_new_ids(self) -> list[int]:
         """Return the final ids that were not returned before."""
         first, count = self._num_taken_ids, len(self.ids)
-        if self._stop_texts and not self.over:
-            count = max(
-                (n for n, mark in enumerate(self._text_lengths, 1) if 0 <= mark <= self._stable_length), default=0
-            )
+        if self._stops and not self.over:
+            stable_length = self._stable_length
+            lengths = enumerate(self._text_lengths[first:], first + 1)
+            count = max((n for n, length in lengths if 0 <= length <= stable_length), default=first)
         self._num_taken_ids = max(first, count)
         return self.ids[first : self._num_taken_ids]
+
+
+class _StopMatcher:
+    """Finds a stop text in a text that arrives in pieces, and reads each character once (Knuth, Morris and Pratt).
+
+    `num_matched` is the length of the longest beginning of the stop text that ends the text so far.
+
+    >>> matcher = _StopMatcher("abac")
+    >>> matcher.find_end("..aba"), matcher.num_matched, matcher.find_end("bac!")
+    (None, 3, 3)
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop, self.num_matched = stop, 0
+        self._fallbacks = [0]  # num_matched of the first n + 1 characters of `stop`, read after the first character
+        for char in stop[1:]:
+            self._fallbacks.append(self._advance(self._fallbacks[-1], char))
+
+    def _advance(self, num_matched: int, char: str) -> int:
+        while num_matched and self.stop[num_matched] != char:
+            num_matched = self._fallbacks[num_matched - 1]
+        return num_matched + (self.stop[num_matched] == char)
+
+    def find_end(self, new: str) -> int | None:
+        """Read more of the text; return the position in it where the first stop text ends, or None."""
+        for position, char in enumerate(new, 1):
+            self.num_matched = self._advance(self.num_matched, char)
+            if self.num_matched == len(self.stop):
+                return position
+        return None
 
 
 class TokenScore(NamedTuple):
