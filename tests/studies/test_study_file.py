@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import itertools
+import math
 import tomllib
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +16,13 @@ import pytest
 
 import headwise as hw
 from headwise.data import make_task
+from headwise.data.synthetic_task import ModelShape
+from headwise.data.task_registry import TASKS
 from headwise.errors import SpecError
 from headwise.studies import cells
-from headwise.studies.cells import CellGrid
+from headwise.studies.cells import CellGrid, make_recipe
 from headwise.studies.study_file import Study, StudyTask, Variant, parse_study, read_study
+from headwise.studies.variant_models import resize_model
 from headwise.training.recipe import Recipe
 
 STUDIES = Path(__file__).parents[2] / "studies"
@@ -239,3 +247,51 @@ def test_a_variant_from_a_file_and_a_resized_model(tmp_path: Path):
     assert specs[0].heads == hw.design(model=32, heads=2, kv=1).heads
     assert "window(5)" in specs[0].pattern.text
     assert next(iter(grid.models["mha", "recall"].spec.attention_specs()))[1].heads.q == 8
+
+
+# --- Values of other types -----------------------------------------------------------------------------
+
+WRONG = ["x", "", {"a": 1}, {}, [], [0], ["x"], [[0]], [["x", 1]], [{"a": 1}], 1.5, -1, True, 10**30, math.nan]
+
+
+def paths_of(value: Any) -> Iterator[tuple[Any, ...]]:
+    """The paths of all values inside tables and lists."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (key,)
+        yield from ((key, *path) for path in paths_of(item))
+
+
+def change_at(table: Any, path: tuple[Any, ...], value: Any) -> Any:
+    changed = copy.deepcopy(table)
+    place = functools.reduce(lambda outer, key: outer[key], path[:-1], changed)
+    place[path[-1]] = value
+    return changed
+
+
+def list_wrong_studies() -> Iterator[dict[str, Any]]:
+    """Studies with a wrong value in each place of a table, a recipe, a model and a task."""
+    table = {**TABLE, "edits": {"half": {"change": "prune", "share": 0.5}}, "scales": {"smoke": {"seeds": [2]}}}
+    paths = list(paths_of(table)) + [("recipe", field.name) for field in fields(Recipe)]
+    paths += [("model", field.name) for field in fields(ModelShape)]
+    table |= {name: table.get(name, {}) for name in ("recipe", "model")}
+    for path, value in itertools.product(paths, WRONG):
+        yield change_at(table, path, value)
+    for name, task in TASKS.items():
+        for field, value in itertools.product(fields(task), WRONG):
+            yield table | {"tasks": {name: {"path": __file__, field.name: value}}}
+            yield table | {"tasks": {name: {field.name: value}}}
+
+
+def test_values_of_other_types_are_refused():
+    """Every exception but those that commands print in one line fails this test."""
+    num_refused = 0
+    for table in list_wrong_studies():
+        try:
+            study = parse_study(table, "few", "small", {})
+            for variant, task in itertools.product(study.variants.values(), study.tasks.values()):
+                make_recipe(study, variant, task)
+                resize_model(task.task, study.model)
+        except (ValueError, OSError):
+            num_refused += 1
+    assert num_refused > 2000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,32 @@ def test_values_of_other_types_and_sizes_are_refused(tmp_path: Path, name: str):
 
 def test_an_unchanged_document_is_read(tmp_path: Path):
     assert hw.load_trace(write_changed(tmp_path / "a.trace", lambda document: None)).layers
+
+
+@pytest.mark.parametrize(
+    "change", [(1, 0, 0, 0), (0, 1, 0, 0), (0, -1, 0, 0), (0, 0, 1, 0), (0, 0, 0, -1), (0, 0, -3, 0)]
+)
+def test_thumbnails_have_the_size_of_their_layer(change: tuple[int, ...], tmp_path: Path):
+    trace = hw.load_trace(write_changed(tmp_path / "a.trace", lambda document: None))
+    layer = trace.layers[0]
+    trace = trace.with_thumbnails(size=3)
+    trace.save(tmp_path / "b.trace")
+    assert hw.load_trace(tmp_path / "b.trace").thumbnails[layer.name].shape == (2, layer.heads, 3, 3)
+    shape = [size + step for size, step in zip((2, layer.heads, 3, 3), change, strict=True)]
+    replace(trace, thumbnails={layer.name: np.zeros(shape, np.uint8)}).save(tmp_path / "c.trace")
+    with pytest.raises(SpecError, match=r"thumbnail\..* has shape .*, not"):
+        hw.load_trace(tmp_path / "c.trace")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("none", (2, 4, 4, 3)), ("", (2, 0, 4, 3)), ("", (2, 4, 4, 2)), ("", (1, 4, 4, 3))]
+)
+def test_pictures_belong_to_the_trace(name: str, shape: tuple[int, ...], tmp_path: Path):
+    trace = hw.load_trace(write_changed(tmp_path / "a.trace", lambda document: None))
+    pictures = {name or trace.layers[0].key_stream: np.zeros(shape, np.uint8)}
+    replace(trace, images=pictures).save(tmp_path / "b.trace")
+    with pytest.raises(SpecError, match="image for each row"):
+        hw.load_trace(tmp_path / "b.trace")
+    replace(trace, thumbnails=pictures).save(tmp_path / "c.trace")
+    with pytest.raises(SpecError, match="belongs to no layer"):
+        hw.load_trace(tmp_path / "c.trace")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import math
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from headwise.files import read_lines
 from headwise.machine.takeover_points import assume_points, points_of_class
 from headwise.training import ConsoleLogger, autotune, loggers, train
 from headwise.training.autotune import Autotuner
-from headwise.training.loggers import JsonlLogger, create_logger
+from headwise.training.loggers import JsonlLogger, create_logger, read_records
 from headwise.training.train_step import StepOptions
 from support.small_training import Echo, make_train_step, short_recipe
 
@@ -107,9 +110,30 @@ def test_an_unknown_sink_is_refused(tmp_path: Path):
         train(Echo(), recipe=short_recipe(), out=tmp_path, loggers=["tensorbord"])
 
 
+def step_record(step: int) -> dict[str, Any]:
+    return {"event": "step", "step": step, "loss": math.inf, "rate": 0.1}
+
+
+def test_a_log_with_a_value_of_another_type_is_refused(tmp_path: Path):
+    path, right = (
+        tmp_path / JsonlLogger.NAME,
+        [("event", "x"), ("loss", 1.5), ("rate", 1.5), ("best", True), ("metrics", {})],
+    )
+    evaluation = {"event": "evaluation", "step": 1, "best": True, "metrics": {"accuracy": 0.5}}
+    names = ("event", "step", "loss", "rate", "best", "metrics")
+    for name, value in itertools.product(names, ["x", None, [], {}, True, 1.5, {"a": "b"}]):
+        row = evaluation if name in ("best", "metrics") else step_record(2)
+        path.write_text("".join(json.dumps(line) + "\n" for line in (row, row | {name: value})))
+        if (name, value) in right:
+            assert len(read_records(path)) == 2
+            continue
+        with pytest.raises(SpecError, match=r"metrics.jsonl: line 2\..*; delete the line"):
+            JsonlLogger().open(tmp_path, CONFIG | {"step": 1})
+
+
 def test_the_log_resumes_after_the_checkpoint(tmp_path: Path):
     """What was written after it comes again, so it is dropped, and so is half a line."""
-    rows = [CONFIG, {"event": "step", "step": 1}, {"event": "step", "step": 2}, {"event": "end", "step": 1}]
+    rows = [CONFIG, step_record(1), step_record(2), {"event": "end", "step": 1}]
     text = "".join(json.dumps(row) + "\n" for row in rows) + '{"event": "st'
     (tmp_path / JsonlLogger.NAME).write_text(text)
     journal = JsonlLogger()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import SpecError, suggest
+from ..errors import SpecError
 from ..interfaces.part import CheckedDataclass, find_class
 from ..masking.pattern_base import check_whole_number
 from ..masking.patterns import Pattern
@@ -28,6 +28,7 @@ from ..model_spec import (
 )
 from ..ops.counter_rng import Ints, RandomStreams, RandomWords
 from ..presets import design
+from ..size_limits import MAX_HEADS, MAX_WIDTH
 from .task import IGNORE_INDEX, SPLITS, Batch, MetricSums, Task, check_split
 
 # Arrays with one row per example. "content" [B, n] identifies an example, padded with -1; the optional "fits" [B] is
@@ -214,11 +215,12 @@ NETWORKS = {  # and the kinds of models that can have them
     "gru-additive": ("encoder-decoder",),
     "gru-dot": ("encoder-decoder",),
 }
+MAX_LAYERS = 1 << 10  # of a small model
 CONVOLUTION_KERNEL = 4  # as many parameters as self-attention
 
 
-@dataclass(frozen=True)
-class ModelShape:
+@dataclass(frozen=True, repr=False)
+class ModelShape(CheckedDataclass):
     """Size of a small model: channels, attention heads, layers, and feed-forward width (0 for no feed-forward).
 
     positions="rotary" rotates queries and keys, so that the model also accepts longer sequences than those of
@@ -240,9 +242,9 @@ class ModelShape:
     network: str = "transformer"
 
     def __post_init__(self) -> None:
-        for name, value, names in (("positions", self.positions, POSITIONS), ("network", self.network, NETWORKS)):
-            if value not in names:
-                raise SpecError(f"{name} = {value!r} is unknown; {suggest(str(value), names)}")
+        super().__post_init__()
+        ranges = {"width": (1, MAX_WIDTH), "heads": (1, MAX_HEADS), "layers": (1, MAX_LAYERS), "feed": (0, MAX_WIDTH)}
+        self.check_fields(ranges, {"positions": POSITIONS, "network": NETWORKS})
 
     def blocks(self, pattern: str | Pattern, cross: str = "") -> list[BlockSpec]:
         """The pre-norm blocks of a stack; `cross` is the pattern of their cross-attention, if they have one."""

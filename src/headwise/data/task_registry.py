@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,9 +56,15 @@ def make_task(name: str, **options: Any) -> Task:
     if name not in TASKS:
         raise SpecError(f"there is no task {name!r}; {suggest(name, TASKS)}")
     field_names = [field.name for field in fields(TASKS[name]) if field.init]
-    for option in options:
+    for option, value in options.items():
         if option not in field_names:
             raise SpecError(f"the task {name!r} has no option {option!r}; {suggest(option, field_names)}")
+        if isinstance(value, tuple) and any(isinstance(item, (list, Mapping)) for item in value):
+            raise SpecError(f"the option {option!r} of the task {name!r} holds lists or tables; give numbers or texts")
+    required = [f.name for f in fields(TASKS[name]) if f.init and f.default is f.default_factory is MISSING]
+    for option in required:
+        if option not in options:
+            raise SpecError(f"the task {name!r} needs the option {option!r}; give it")
     return TASKS[name](**options)
 
 

@@ -140,13 +140,13 @@ class CellGrid:
 def make_recipe(study: Study, variant: Variant, task: StudyTask) -> Recipe:
     """The recipe of a variant on a task: the study's, changed by the task and then by the variant."""
     changes = {**study.recipe, **task.recipe, **variant.recipe}
-    steps = changes.get("steps", Recipe().steps)
-    evaluations = {
-        "evaluate_every": max(1, steps // 10),
-        "checkpoint_every": max(MIN_CHECKPOINT_STEPS, steps // 4),
-        "keep": 1,
-    }
     try:
+        steps = from_dict(changes).steps
+        evaluations = {
+            "evaluate_every": max(1, steps // 10),
+            "checkpoint_every": max(MIN_CHECKPOINT_STEPS, steps // 4),
+            "keep": 1,
+        }
         return from_dict({**evaluations, **changes, **CELL_EXECUTION})
     except SpecError as error:
         raise SpecError(f"the recipe of {variant.name!r} on {task.name!r}: {error}") from None

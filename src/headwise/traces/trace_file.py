@@ -175,10 +175,11 @@ def _trace_from_record(record: Record, arrays: Mapping[str, Array]) -> Trace:
     layers = tuple(_layer_from_record(entry, n, arrays, grids) for n, entry in enumerate(record.read_records("layers")))
     tables = record.read_record("streams")
     streams = {name: tuple(map(_token_row_from_record, tables.read_records(name))) for name in tables.values}
-    pictures = {
-        kind: {name: _picture(record, arrays, f"{kind}.{name}") for name in record.read_texts(f"{kind}s", ())}
+    thumbnails, images = (
+        {name: _picture(record, arrays, f"{kind}.{name}") for name in record.read_texts(f"{kind}s", ())}
         for kind in ("thumbnail", "image")
-    }
+    )
+    _check_pictures(record, layers, thumbnails, images)
     rows = record.read_list("classes", None, ())
     classes = dict(_class_from_row(Record(f"classes[{n}]", {"row": row}, REMEDY)) for n, row in enumerate(rows))
     skipped = record.read_record("skipped")
@@ -188,8 +189,8 @@ def _trace_from_record(record: Record, arrays: Mapping[str, Array]) -> Trace:
         layers,
         grids,
         {name: skipped.read_text(name) for name in skipped.values},
-        pictures["thumbnail"],
-        pictures["image"],
+        thumbnails,
+        images,
         classes,
     )
 
@@ -205,6 +206,29 @@ def _picture(record: Record, arrays: Mapping[str, Array], name: str) -> Array:
     if array.dtype != np.uint8 or array.ndim != PICTURE_AXES:
         record.fail(name, f"is {array.dtype} {list(array.shape)}, not bytes with {PICTURE_AXES} axes")
     return array
+
+
+def _check_pictures(
+    record: Record,
+    layers: Sequence[AttentionRecord],
+    thumbnails: Mapping[str, Array],
+    images: Mapping[str, Array],
+) -> None:
+    """Raise unless thumbnails have the sizes of their layers, and images one row for each row of theirs."""
+    by_name = {layer.name: layer for layer in layers}
+    rows = {layer.key_stream: layer.batch_size for layer in layers}
+    for name, picture in thumbnails.items():
+        layer = by_name.get(name)
+        if layer is None:
+            record.fail(f"thumbnail.{name}", "belongs to no layer")
+        largest = max(picture.shape[2:])
+        sizes = (min(largest, layer.num_queries), min(largest, layer.num_keys))  # of square cells
+        expected = (layer.batch_size, layer.heads, *sizes)
+        if not largest or picture.shape != expected:
+            record.fail(f"thumbnail.{name}", f"has shape {list(picture.shape)}, not {list(expected)}")
+    for name, image in images.items():
+        if len(image) != rows.get(name) or image.shape[3] not in (1, 3) or not image.size:
+            record.fail(f"image.{name}", f"has shape {list(image.shape)}, not an image for each row of a stream")
 
 
 def _class_from_row(record: Record) -> tuple[tuple[str, int], str]:

@@ -13,6 +13,7 @@ from ..errors import SpecError, pluralise, suggest
 from ..escaping import escape_terminal, make_visible
 from ..files import JsonLines, read_lines, write_lines
 from ..progress import LINE_INTERVAL, format_duration
+from ..traces import record_types
 
 Record = Mapping[str, Any]
 
@@ -52,7 +53,7 @@ class JsonlLogger:
         """Open the file for appending, and drop records after `config["step"]`."""
         path, step = folder / self.NAME, config["step"]
         if path.exists():
-            records = (record for record in read_lines(path) if record["event"] != "end")
+            records = (record for record in read_records(path) if record["event"] != "end")
             write_lines(path, [record for record in records if record.get("step", 0) <= step])
         self._lines = JsonLines(path)
 
@@ -67,6 +68,24 @@ class JsonlLogger:
         """Close the file."""
         if self._lines is not None:
             self._lines.close()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a metrics.jsonl; raises SpecError for a line that no run has written."""
+    records = read_lines(path)
+    for number, values in enumerate(records, 1):
+        record = record_types.Record(f"{path}: line {number}", values, "delete the line")
+        event, numbers = record.read_text("event"), dict[str, Any]()
+        record.read_int("step", default=0)
+        if event == "step":
+            numbers = {name: record.get(name) for name in ("loss", "rate")}
+        elif event == "evaluation":
+            record.read_bool("best")
+            numbers = record.read_record("metrics").values
+        for name, value in numbers.items():
+            if type(value) not in (int, float):  # it may be infinite
+                record.fail(name, f"= {value!r} is not a number")
+    return records
 
 
 def flatten_numbers(record: Record) -> dict[str, float]:

@@ -233,7 +233,8 @@ class Recipe(CheckedDataclass):
         if len(self.betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas):
             raise SpecError(f"betas={self.betas!r} must be two numbers >= 0 and < 1; use for example betas=(0.9, 0.98)")
         for term in self.aux_losses:
-            if len(term) != 2 or not isinstance(term[0], str) or not _is_number(term[1]):
+            is_pair = isinstance(term, tuple) and len(term) == 2  # pyright: ignore[reportUnnecessaryIsInstance] - of a file
+            if not (is_pair and isinstance(term[0], str) and _is_number(term[1])):
                 fact = f"aux_losses={self.aux_losses!r} must be pairs of a name and a weight"
                 raise SpecError(f"{fact}; write for example aux_losses=(('balance', 0.01),)")
         if not all(isinstance(prompt, str) and prompt for prompt in self.sample_prompts):
