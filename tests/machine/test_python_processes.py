@@ -116,10 +116,10 @@ def test_no_command_runs_code_of_the_working_folder(command: str, tmp_path: Path
             assert process.stdout is not None
             complete(process.stdout.readline().split()[1])
             process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=400)
+        _, errors = process.communicate(timeout=1500)
     wait_for_processes(folder)
     assert [path.name for path in ran.iterdir()] == []
-    assert process.returncode == (130 if command == "serve" else 0), errors
+    assert process.returncode == 0, errors
 
 
 def complete(address: str) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -22,6 +25,8 @@ from headwise.models import load, save
 from headwise.training import CheckpointFolder, TrainingCheckpoint, train, training_run
 from headwise.training.evaluation import TaskEvaluator
 from headwise.training.loop import InterruptGuard
+from headwise.training.run_setup import TrainingSetup
+from headwise.training.train_step import TrainStep
 from support.small_training import Answered, CrashingLogger, Echo, short_recipe
 
 STOCHASTIC = {"dropout": 0.1, "accumulate": 5}  # so that what is drawn has to go on where it stood
@@ -491,3 +496,42 @@ def test_the_second_interrupt_ends_at_once():
         assert interrupts.is_requested
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_before_the_first_step_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Choosing a precision and compiling may take minutes, and there is nothing to lose."""
+
+    def press(*_: object) -> NoReturn:
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the signal was kept for later")
+
+    monkeypatch.setattr(TrainingSetup, "start_run", press)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(Echo(), recipe=short_recipe(**STOCHASTIC), out=tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_long_step_is_undone_after_an_interrupt(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    compute = TrainStep.compute_gradients
+    step = itertools.count(1)
+
+    def compute_for_long(self: TrainStep, batch: Batch) -> torch.Tensor:
+        loss = compute(self, batch)
+        if next(step) == 6:
+            signal.raise_signal(signal.SIGINT)
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline:
+                time.sleep(0.01)
+            pytest.fail("the step was not interrupted")
+        return loss
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainStep, "compute_gradients", compute_for_long)
+        with pytest.raises(KeyboardInterrupt, match="interrupted at step 5; the checkpoint is in"):
+            train(Echo(), recipe=short_recipe(**STOCHASTIC), out=tmp_path)
+    assert newest(tmp_path).step == 5
+    train(Echo(), recipe=short_recipe(**STOCHASTIC), out=tmp_path, resume="allowed")
+    check_same(weights(tmp_path), weights(whole))

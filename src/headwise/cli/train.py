@@ -104,7 +104,7 @@ def main(argv: list[str]) -> int:
             if not launch.claim_failure_report():
                 raise SystemExit(BAD_INPUT) from None
             if isinstance(error, KeyboardInterrupt):
-                print_note(f"headwise: {error or 'interrupted after the last checkpoint'}; {RESUME_HINT}")
+                print_note(f"headwise: {str(error) or 'interrupted after the last checkpoint'}; {RESUME_HINT}")
             raise
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import signal
 import threading
@@ -18,7 +19,7 @@ from ..data import Task
 from ..distributed import join_process_group
 from ..distributed.sharded_model import BatchForward
 from ..errors import SpecError, pluralise, suggest
-from ..files import FolderLock, read_lines, remove_leftovers, write_atomically
+from ..files import FolderLock, remove_leftovers, write_atomically
 from ..kernels.compilation import compile_when_called
 from ..model_spec import ModelSpec
 from ..model_spec.serialization import MANIFEST_FILE
@@ -29,12 +30,13 @@ from ..progress import format_duration
 from ..spec.serialization import format_toml
 from .evaluation import sample_texts
 from .learning_curves import CURVE_FILES, LearningCurves, save_curves
-from .loggers import JsonlLogger, MetricLogger, create_logger
+from .loggers import JsonlLogger, MetricLogger, create_logger, read_records
 from .recipe import Recipe
 from .run_setup import RecipeChange, TrainingSetup, describe_environment, format_history, omit_model
 from .train_step import BatchPrefetcher
 from .training_run import CHECKPOINT_FOLDER, CheckpointFolder, TrainingCheckpoint, TrainingRun
 
+GRACE_SECONDS = 1.0  # for the step that runs when Ctrl-C arrives
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -44,7 +46,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class InterruptGuard:
     """Context in which the first Ctrl-C or SIGTERM only sets `is_requested`; a second one interrupts at once.
 
-    It has no effect outside the main thread, which alone can handle signals.
+    A second one comes by itself after `grace` seconds, unless `finish` was called. The context has no effect outside
+    the main thread, which alone can handle signals.
 
     >>> with InterruptGuard() as interrupts:
     ...     signal.raise_signal(signal.SIGINT)
@@ -52,23 +55,38 @@ class InterruptGuard:
     True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace: float | None = None) -> None:
         self.is_requested = False
-        self._before: dict[int, Any] = {}
+        self._grace, self._before = grace, dict[int, Any]()
+        self._requested, self._finished = threading.Event(), threading.Event()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._handle_signal) for number in STOP_SIGNALS}
+            if self._grace is not None:
+                threading.Thread(target=self._interrupt_late, name="headwise-interrupt", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.finish()
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def finish(self) -> None:
+        """Let what follows take its time, such as writing a checkpoint."""
+        self._finished.set()
+        self._requested.set()
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if self.is_requested:
             raise KeyboardInterrupt
         self.is_requested = True
+        self._requested.set()
+
+    def _interrupt_late(self) -> None:
+        self._requested.wait()
+        if not self._finished.wait(self._grace):
+            _thread.interrupt_main()
 
 
 # --- Model card ----------------------------------------------------------------------------------------
@@ -198,13 +216,14 @@ def run_training(
     """
     world = setup.ranks
     devices = [world.device] if world.device.type == "cuda" else []
-    with InterruptGuard() as interrupts, world.leader_context(FolderLock(setup.folder)), torch.random.fork_rng(devices):
+    with world.leader_context(FolderLock(setup.folder)), torch.random.fork_rng(devices):
         run, notes = _start_or_resume(setup, resume)
         with _open_loggers(loggers if world.is_leader else [], run, omit_model(setup.config)) as write:
             for note in notes:
                 write({"event": "note", "step": run.progress.step, "says": note})
             ahead = run.recipe.prefetch if world.size == 1 else 0
             with (
+                InterruptGuard(GRACE_SECONDS if world.size == 1 else None) as interrupts,  # ranks end together
                 BatchPrefetcher(setup.task, run.recipe.batch, ahead=ahead, stop=run.recipe.steps) as batches,
                 _drawn_at_the_end(run, draw),
             ):
@@ -272,7 +291,14 @@ def _run_steps(
     """Take the remaining steps, with evaluations and checkpoints."""
     checkpoint_every = run.recipe.checkpoint_every
     while not run.is_finished:
-        write(run.step(batches))
+        try:
+            record = run.step(batches)
+        except KeyboardInterrupt:
+            interrupts.finish()
+            if run.undo_step():
+                run.save_checkpoint(setup.config)
+            raise _describe_interrupt(run) from None
+        write(record)
         is_best = False
         if run.is_sample_due:
             _write_samples(run, write)
@@ -281,12 +307,20 @@ def _run_steps(
             write(evaluation)
             is_best = evaluation["best"]
         is_interrupted = run.world.any(interrupts.is_requested)
+        if is_interrupted:
+            interrupts.finish()
         if is_best or run.is_finished or is_interrupted or run.progress.step % checkpoint_every == 0:
             run.save_checkpoint(setup.config)
         if is_best:
             run.save_model(render_training_card(run, evaluation["metrics"], "valid"))
         if is_interrupted and not run.is_finished:
-            raise KeyboardInterrupt(f"interrupted at step {run.progress.step}; the checkpoint is in {run.folder}")
+            raise _describe_interrupt(run)
+
+
+def _describe_interrupt(run: TrainingRun) -> KeyboardInterrupt:
+    if run.checkpoints.path(run.progress.step).exists():
+        return KeyboardInterrupt(f"interrupted at step {run.progress.step}; the checkpoint is in {run.folder}")
+    return KeyboardInterrupt()
 
 
 def _write_samples(run: TrainingRun, write: RecordWriter) -> None:
@@ -311,7 +345,7 @@ def _drawn_at_the_end(run: TrainingRun, draw: Callable[[TrainingRun], object]) -
 def draw_curves(run: TrainingRun) -> None:
     """Draw the learning curves into the folder, once at the end, because drawing takes a quarter of a second."""
     if run.world.is_leader and run.progress.step:
-        records = read_lines(run.folder / JsonlLogger.NAME)
+        records = read_records(run.folder / JsonlLogger.NAME)
         curves = LearningCurves.of(records, [change["step"] for change in run.history])
         size = f"{pluralise(run.progress.step, 'step')} of {pluralise(run.recipe.batch, 'example')}"
         save_curves(run.folder, curves, f"{run.task.name}, {size}")

@@ -325,6 +325,7 @@ class TrainingRun:
         self._started_at, self._earlier_seconds = started_at, 0.0
         self.peak_flops = measure_peak_flops(self.device, train_step.options.dtype or torch.float32)
         self._pace: float | None = None
+        self._rng_before_step: dict[str, Tensor] | None = None  # of a step that has not changed weights
         self._flops: dict[tuple[Any, ...], int] = {}
 
     @property
@@ -373,10 +374,12 @@ class TrainingRun:
     def step(self, batches: BatchPrefetcher) -> dict[str, Any]:
         """Take one training step; returns its record for the loggers."""
         start, step = time.perf_counter(), self.progress.step + 1
+        self._rng_before_step = self._rng_states() if self.world.size == 1 else None
         batch = batches.get(step - 1)
         check_batch(batch, self.net.spec, f"batch {step - 1}")
         self.net.train()
         if self.recipe.redraw_features and step > 1 and (step - 1) % self.recipe.redraw_features == 0:
+            self._rng_before_step = None
             redraw_features(self.net, self.recipe.seed + step)
         loss = self.train_step.compute_gradients(batch)
         norm = self.sharded_model.norm()
@@ -385,11 +388,19 @@ class TrainingRun:
         if self.recipe.clip:
             self.sharded_model.clip(self.recipe.clip, norm)
         rate = self.recipe.lr_at(step)
+        self._rng_before_step = None
         self.optimiser.step(rate)
         self.progress.step = step
         seconds = time.perf_counter() - start
         record = {"event": "step", "step": step, "loss": loss.item(), "rate": rate, "norm": norm.item()}
         return record | self._throughput(batch, seconds)
+
+    def undo_step(self) -> bool:
+        """Make the run as it was before an interrupted step; False if that step changed weights."""
+        if not self.progress.step or self._rng_before_step is None:
+            return False
+        self._restore_rng(self._rng_before_step)
+        return True
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluate the model on the validation split and update `progress`; returns the record for the loggers."""
