@@ -8,11 +8,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import headwise as hw
 from headwise import cli
@@ -304,3 +305,24 @@ def test_without_transformers_unknown_families_name_the_package(monkeypatch: pyt
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(SpecError, match=r"neither model\.safetensors nor"):
         load_original(tmp_path)
+
+
+# --- Files that were copied in part ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load", [pretrained_models.load_transformers_folder, load_original])
+def test_a_file_that_is_zero_from_its_middle_is_noted_once(load: Callable[[Path], Any], tmp_path: Path):
+    config = transformers.GPT2Config(**SMALL)
+    model = transformers.GPT2LMHeadModel(config)
+    torch.nn.init.zeros_(model.transformer.h[1].mlp.c_proj.weight)  # as some are before training
+    torch.nn.init.zeros_(model.transformer.wte.weight[200:])  # rows for padding
+    model.save_pretrained(tmp_path)
+    load(tmp_path)
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    middle = (begin + len(data)) // 2
+    path.write_bytes(data[:middle] + bytes(len(data) - middle))
+    with pytest.warns(UserWarning, match="zero; if this is not intended, copy the file again") as caught:
+        load(tmp_path)
+    assert len(caught) == 1

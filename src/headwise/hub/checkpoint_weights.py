@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -140,7 +141,7 @@ def read_tensors(model_spec: ModelSpec, names: WeightNames, source: TensorSource
     if mismatch:
         raise SpecError(f"{source.path}: {mismatch}")
     tensors, to_compare = _allocate(model_spec, plan, infos), list[tuple[str, str, Tensor, Tensor]]()
-    for file_name, tensor in source.iter_tensors():
+    for file_name, tensor in note_zero_weights(source.path, source.iter_tensors()):
         name = names.canonical_name(file_name)
         first = plan.tied_names.get(name, name)
         for piece in plan.pieces.get(first, ()):
@@ -154,6 +155,36 @@ def read_tensors(model_spec: ModelSpec, names: WeightNames, source: TensorSource
             advice = "but config.json ties them; if they are separate, set tie_word_embeddings = false"
             raise SpecError(f"{source.path}: {name} differs from {first}, {advice}")
     return tensors
+
+
+MIN_ROWS = 8  # of a matrix whose second half should not be zero
+MAX_ZERO_SHARE = 0.25  # of the matrices of a checkpoint; some are zero before training
+
+
+def note_zero_weights(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors, and warn at their end if they look like those of a file that was copied in part.
+
+    Then the second half of a matrix is zero, or many matrices are. Embeddings with rows for padding are longer than
+    their padding. One row of almost every matrix is read.
+    """
+    halves, num_zero, num_matrices = list[str](), 0, 0
+    for name, tensor in tensors:
+        yield name, tensor
+        if tensor.dim() < 2 or len(tensor) < MIN_ROWS or tensor.is_meta:
+            continue
+        num_matrices += 1
+        half = len(tensor) // 2
+        if tensor[-1].any() or tensor[half:].any():
+            continue
+        if tensor[:half].any():
+            halves.append(name)
+        else:
+            num_zero += 1
+    if halves or num_zero > MAX_ZERO_SHARE * num_matrices:
+        facts = [f"the second half of {halves[0]} is zero"] if halves else []
+        facts += [f"{num_zero} of {num_matrices} weight matrices are zero"] if num_zero else []
+        remedy = "if this is not intended, copy the file again, as it may be incomplete"
+        warnings.warn(f"{path}: {' and '.join(facts)}; {remedy}", stacklevel=2)
 
 
 def _find_mismatches(plan: CheckpointPlan, names: WeightNames, infos: Mapping[str, TensorInfo]) -> Iterator[str]:

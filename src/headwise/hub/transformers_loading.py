@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..errors import SpecError
+from .checkpoint_weights import note_zero_weights
 from .tokenizer_files import CONFIG_FILE, read_json
 
 # Settings whose values may name code of the Hub, which transformers would download and run (CVE-2026-4372).
@@ -126,7 +127,10 @@ def load_model(folder: Path) -> nn.Module:
         return build_without_weights(model_class, config)
     options = {"use_safetensors": True, "local_files_only": True, **SAFE_ARGUMENTS}
     with without_hub_kernels():
-        return model_class.from_pretrained(folder, config=config, **options).eval()
+        model = model_class.from_pretrained(folder, config=config, **options).eval()
+    for _ in note_zero_weights(folder, model.named_parameters()):
+        pass
+    return model
 
 
 @contextmanager

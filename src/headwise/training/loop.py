@@ -212,7 +212,7 @@ def run_training(
 ) -> TrainingResult:
     """Train with the folder locked; only the leader of all ranks writes to the loggers.
 
-    `draw` makes pictures of the run when it ends or is interrupted.
+    `draw` makes pictures of the run when its steps end; an interrupted run ends without them, which is faster.
     """
     world = setup.ranks
     devices = [world.device] if world.device.type == "cuda" else []
@@ -225,9 +225,9 @@ def run_training(
             with (
                 InterruptGuard(GRACE_SECONDS if world.size == 1 else None) as interrupts,  # ranks end together
                 BatchPrefetcher(setup.task, run.recipe.batch, ahead=ahead, stop=run.recipe.steps) as batches,
-                _drawn_at_the_end(run, draw),
             ):
                 _run_steps(run, setup, write, interrupts, batches)
+            draw(run)
             return _finish_run(run, write)
 
 
@@ -329,17 +329,6 @@ def _write_samples(run: TrainingRun, write: RecordWriter) -> None:
     if run.world.is_leader:
         for record in sample_texts(net, run.recipe, run.progress.step):
             write(record)
-
-
-@contextmanager
-def _drawn_at_the_end(run: TrainingRun, draw: Callable[[TrainingRun], object]) -> Iterator[None]:
-    """Context that draws a run when its steps end or are interrupted, but not when they fail."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        draw(run)
-        raise
-    draw(run)
 
 
 def draw_curves(run: TrainingRun) -> None:
