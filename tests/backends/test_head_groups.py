@@ -44,6 +44,7 @@ SPECS = {
     "shared queries and keys": base(pattern=PATTERN, project=hw.Collaborative(width=9)),
     "values in groups of their own": base(pattern=PATTERN, kv=3).with_heads(value_heads=(0, 0, 1, 1, 1, 0)),
     "routed heads": base(pattern=PATTERN, modifiers=(hw.Routed(2, 2),)),
+    "heads routed by norms": base(pattern=PATTERN, modifiers=(hw.Routed(2, 2, router="norm"),)),
     "features": base(pattern=PATTERN, similarity=hw.FeatureMap(), normaliser=hw.Sum()),
     "mixed scores": base(pattern=PATTERN, modifiers=(hw.TalkingHeads(bias=True),)),
     "mixed to other numbers of heads": base(

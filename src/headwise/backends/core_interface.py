@@ -34,7 +34,7 @@ def list_head_groups(spec: AttentionSpec) -> tuple[HeadGroup, ...]:
     """
     if not isinstance(spec.pattern, PerHead) or spec.parts_of(Mix):
         return ()
-    rows = spec.score_head_of_row
+    rows = frozenset(spec.score_head_of_row)
     groups = (HeadGroup(pattern, tuple(h for h in heads if h in rows)) for pattern, heads in spec.pattern.groups)
     return tuple(group for group in groups if group.score_heads)
 
@@ -74,7 +74,7 @@ class CallSignature:
     @property
     def pattern(self) -> Pattern:
         """The pattern of the heads that the call computes."""
-        return self.spec.pattern if self.head_group is None else self.head_group.pattern
+        return self.spec.core_pattern if self.head_group is None else self.head_group.pattern
 
     @property
     def score_heads(self) -> tuple[int, ...]:
@@ -84,7 +84,8 @@ class CallSignature:
     @property
     def score_head_of_row(self) -> tuple[int, ...]:
         """The score head of each row of weights of the call."""
-        return tuple(head for head in self.spec.score_head_of_row if head in self.score_heads)
+        computed = frozenset(self.score_heads)
+        return tuple(head for head in self.spec.score_head_of_row if head in computed)
 
     def slower_below(self, point: str, size: CallSize, faster: str) -> list[str]:
         """Why another backend runs a call with few keys: `faster` takes less time below the take-over point.
@@ -216,7 +217,8 @@ class CoreSteps:
         if core != tuple(range(spec.heads.q)):
             p = {name: SelectedHeadParams(spec, part, p[name], core) for name, part in spec.parts_of(Part)}
         rows = core if spec.heads.rows == spec.heads.q else spec.core_rows
-        own_rows = tuple(row for row in spec.score_head_of_row if row in rows)
+        index_of_row = {row: index for index, row in enumerate(rows)}
+        own_rows = tuple(row for row in spec.score_head_of_row if row in index_of_row)
         acts = {
             phase: [
                 _make_transform(spec, name, part, p[name])
@@ -240,7 +242,7 @@ class CoreSteps:
             weights=acts[Phase.WEIGHTS],
             values=[(step, p[name]) for name, step in spec.parts_of(ValueStep)],
             elementwise=[(step, p[name]) for name, step in spec.parts_of(ScoreStep)],
-            selected_rows=None if every else tuple(rows.index(row) for row in own_rows),
+            selected_rows=None if every else tuple(index_of_row[row] for row in own_rows),
             part_weights=[p[name] for name, part in spec.parts() if isinstance(part, CORE_PART_TYPES)],
             pattern_text=group.pattern.text,
         )

@@ -122,7 +122,7 @@ class Attention(HasParallelContext, nn.Module):
         # 3 to 8, the core; it receives the values of the gates, so that a backend can skip closed heads
         context = QueryContext(x_BTD, q_BTHK, plan.scale, call.sequence)
         core_q_BTHK, mask = parts.select_core_heads(q_BTHK, call.mask)
-        attention_mask = AttentionMask(call.sequence, kv_sequence, self.spec.pattern, mask)
+        attention_mask = AttentionMask(call.sequence, kv_sequence, self.spec.core_pattern, mask)
         with self.parallel.head_local_rng(self.training):
             gates = parts.gate_values(context, self.parallel.aux_losses(probe.aux_losses))
             q, k = parts.feature_map(core_q_BTHK, "q"), parts.feature_map(k_BSGK, "k")

@@ -279,7 +279,12 @@ def compare_pruning(spec: AttentionSpec) -> Iterator[Comparison]:
         small, weights = head_axis_ops.keep_heads(spec, layer.state_dict(), sorted(set(remaining)))
         pruned = Attention(small).double().eval()
         pruned.load_state_dict(weights)
-        yield Comparison(f"heads {', '.join(map(str, remaining))} are kept", pruned(x, source=source), expected)
+        label = f"heads {', '.join(map(str, remaining))} are kept"
+        for pruned.backend_name in (None, *cases.supporting_backends(small)):
+            yield Comparison(f"{label}, backend {pruned.backend_name}", pruned(x, source=source), expected)
+        pruned.backend_name = None
+        if not small.is_recurrent:
+            yield Comparison(f"{label}, probed", pruned(x, source=source, probe=Probe("weights")), expected)
 
 
 def compare_counts(spec: AttentionSpec) -> Iterator[Comparison]:

@@ -22,7 +22,7 @@ from ..interfaces import (
     Similarity,
 )
 from ..interfaces.core_types import CoreShape, Param, Phase
-from ..masking.patterns import Causal, Full, Pattern, PerHead
+from ..masking.patterns import Causal, Full, Pattern, PerHead, head_pattern
 from ..size_limits import MAX_WIDTH, check_size
 from .heads import HEAD_MAPS, Heads
 
@@ -54,7 +54,10 @@ class AttentionSpec:
     merge: Merge
     modifiers: tuple[Modifier, ...] = ()
     source: int | None = None
-    _core_score_heads: ClassVar[tuple[int, ...] | None] = None  # set for each spec without conflicts
+    # These are set for each spec without conflicts.
+    _score_head_of_output: ClassVar[tuple[int, ...] | None] = None
+    _core_score_heads: ClassVar[tuple[int, ...] | None] = None
+    _core_pattern: ClassVar[Pattern | None] = None
 
     def __post_init__(self) -> None:
         for name in ("model", "source"):
@@ -78,8 +81,11 @@ class AttentionSpec:
         reasons = list(self._conflicts())
         if reasons:
             raise SpecError("; ".join(dict.fromkeys(reasons)))
-        # Found once and kept, because compiled graphs read it and cannot trace the search.
-        object.__setattr__(self, "_core_score_heads", self._find_core_score_heads())
+        # Found once and kept, because compiled graphs read them and cannot trace the search.
+        object.__setattr__(self, "_score_head_of_output", self.score_head_of_output)
+        core = self._find_core_score_heads()
+        object.__setattr__(self, "_core_score_heads", core)
+        object.__setattr__(self, "_core_pattern", self._select_core_pattern(core))
 
     def _conflicts(self) -> Iterator[str]:
         combining = [step for _, step in self.parts_of(OutputStep) if step.combines_rows]
@@ -164,6 +170,8 @@ class AttentionSpec:
     @property
     def score_head_of_output(self) -> tuple[int, ...]:
         """The score head that each output head comes from."""
+        if self._score_head_of_output is not None:
+            return self._score_head_of_output
         return self.heads.score_head_of_output or self.default_score_heads(self.heads.rows)
 
     @property
@@ -205,6 +213,18 @@ class AttentionSpec:
         kv = {heads.kv_head_of_query[head] for head in core}
         values = {heads.value_head_of_row[head] for head in core}
         return core if len(kv) == heads.kv and len(values) == heads.num_value_heads else every
+
+    @property
+    def core_pattern(self) -> Pattern:
+        """The pattern of the heads that the core masks: of `core_score_heads` in order, or of those mixed from them."""
+        pattern = self._core_pattern
+        return self._select_core_pattern(self.core_score_heads) if pattern is None else pattern
+
+    def _select_core_pattern(self, core: tuple[int, ...]) -> Pattern:
+        if not isinstance(self.pattern, PerHead) or len(core) == self.heads.q:
+            return self.pattern
+        # A cache keeps the tokens of all heads, so the mask stays one per head if the core has one pattern.
+        return PerHead.from_heads(head_pattern(self.pattern, head) for head in core)
 
     @property
     def core_rows(self) -> tuple[int, ...]:
@@ -285,8 +305,9 @@ class AttentionSpec:
     def core_of(self, form: Project) -> CoreShape:
         """The shapes and the scale of the attention core for one form of the project."""
         core = form.core(self)
+        keys = core.key_head_of_query
         return CoreShape(
-            tuple(core.key_head_of_query[head] for head in self.core_score_heads),
+            keys if len(self.core_score_heads) == len(keys) else tuple(keys[head] for head in self.core_score_heads),
             core.value_head_of_row,
             core.dim,
             core.vdim,
