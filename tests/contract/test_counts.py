@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from headwise import costs
@@ -35,6 +38,31 @@ def test_products_are_counted_as_torch_counts_them(name, backend):
     assert built == costs.executed_flops(spec, work, cases.core_flops(spec, backend, work))
     if backend == "dense":
         assert built == costs.counted_flops(spec, work)
+
+
+NO_PART = ((),)
+ON_SCORES = ((hw.TalkingHeads(),), (hw.Dynamic(static="full"),), (hw.Learned(9), hw.TalkingHeads()), (hw.Alibi(),))
+FACTORISED = (hw.Learned(9, kind="factorised", rank=2),)
+ON_WEIGHTS = (
+    (hw.TalkingHeads(on="weights", bias=True),),
+    (hw.Dynamic(on="weights", static="full"),),
+    (hw.WeightDropout(0.5), hw.TalkingHeads(on="weights")),
+)
+
+
+@pytest.mark.parametrize("project", [hw.Direct(), hw.Values()], ids=repr)
+@pytest.mark.parametrize("normaliser", [hw.Softmax(), hw.Average(), hw.SinkSoftmax()], ids=repr)
+def test_a_backward_pass_is_counted_as_torch_counts_it(project, normaliser):
+    """Scores and weights may be constants, which need no gradient."""
+    for before, after in product((*NO_PART, *ON_SCORES, FACTORISED), (*NO_PART, *ON_WEIGHTS)):
+        sizes = {"model": 8, "heads": 2, "project": project, "normaliser": normaliser}
+        spec = hw.design(**sizes, modifiers=(*before, *after), pattern="causal")
+        layer, x = hw.Attention(spec, backend="dense"), torch.randn(2, 3, 8, requires_grad=True)
+        y = layer(x)
+        with FlopCounterMode(display=False) as counter:
+            y.sum().backward()
+        (counted,) = hw.cost(spec, hw.Workload(batch=2, context=3))
+        assert counted.counted_flops["backward"] == counter.get_total_flops(), spec.modifiers
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

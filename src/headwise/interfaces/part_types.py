@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from .core_types import (
     AuxLosses,
+    CallSize,
     CoreShape,
     PartParams,
     Phase,
@@ -282,6 +283,10 @@ class Mix(Modifier):
     def num_outputs(self, heads: int) -> int:
         """The number of heads after mixing `heads` heads."""
         return heads
+
+    def mixed_flops(self, spec: AttentionSpec, work: CallSize) -> int:
+        """The FLOPs of `flops` that multiply the scores or weights which the part mixes, and not other products."""
+        return self.flops(spec, work)
 
     def query_factors(self, x_BTD: Tensor, p: PartParams) -> dict[str, Tensor]:
         """Factors of each query token, by name."""

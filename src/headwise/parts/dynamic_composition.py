@@ -142,11 +142,14 @@ class Dynamic(Mix):
         return {"source": source, "target": target, "gate": AxisLayout.parse(self._target)}
 
     def flops(self, spec: AttentionSpec, work: CallSize) -> int:
+        to_outputs = len(self._sides) * self.rank * spec.sizes_of(self)[self._target]
+        return self.mixed_flops(spec, work) + 2 * work.batch * work.pairs * to_outputs
+
+    def mixed_flops(self, spec: AttentionSpec, work: CallSize) -> int:
         sizes = spec.sizes_of(self)
-        to = sizes[self._target]
-        ranks = len(self._sides) * self.rank * (spec.heads.q + to)
-        static = spec.heads.q * (to if self._is_one_group else sizes["member"])
-        return 2 * work.batch * work.pairs * (ranks + (static if self.static == "full" else 0))
+        to_ranks = len(self._sides) * self.rank * spec.heads.q
+        static = spec.heads.q * (sizes[self._target] if self._is_one_group else sizes["member"])
+        return 2 * work.batch * work.pairs * (to_ranks + (static if self.static == "full" else 0))
 
     def required_score_heads(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         size = self._group_size(spec.heads.q)
