@@ -71,7 +71,7 @@ def ids(rows: int = 3, count: int = 7) -> Tensor:
 def test_tensors_are_those_of_the_description(name: str, task: str, draw: int):
     """Over random configs of every family: names, shapes, and which are trained. What no spec says is refused."""
     random.seed(f"{name} {task} {draw}")
-    described = families.read_model_spec(FAMILIES[name][1]() | {"model_type": name, "architectures": [task]})
+    described = hw.families.read_model_spec(FAMILIES[name][1]() | {"model_type": name, "architectures": [task]})
     if described.approximation_reasons():
         with pytest.raises(hw.SpecError, match="cannot build"):
             hw.build(described)
@@ -688,3 +688,11 @@ def test_a_model_without_vocabulary_has_no_token_outputs():
         )
     with pytest.raises(ValueError, match="has an encoder, which needs an input"):
         hw.greedy_decode(hw.build(PAIR), LONG[:, :3], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_beyond_all_memory_is_refused_before_it_is_built(device: str):
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 10}
+    described = hw.families.read_model_spec(config | {"intermediate_size": 10**18, "num_hidden_layers": 1})
+    with torch.device(device), pytest.raises(hw.SpecError, match=r"cannot build llama: its weights need .* GB"):
+        hw.build(described)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from ..errors import SpecError, suggest
 from ..files import write_atomically
 from ..interfaces.core_types import CallSize
 from ..kernels.compilation import compile_when_called
-from ..machine.capabilities import this_machine
+from ..machine.capabilities import available_memory, this_machine
 from ..machine.takeover_points import user_cache_folder
 from ..model_spec import WEIGHT_FORMATS, ModelSpec
 from ..ops.linear import linear
@@ -177,7 +176,6 @@ MIN_RUNS = 5  # of a measurement: the fastest of fewer may be one that another p
 MATRIX_SIZES = (128, 512, 2048, 8192)  # measured in this order until the next one would exceed MEASURE_SECONDS
 COPY_BYTES = 2**28  # larger than the caches of processors
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-CGROUP_MEMORY_FILE = Path("/sys/fs/cgroup/memory.max")
 AGE_UNITS = ((86400, "day"), (3600, "hour"), (60, "minute"))
 _MEASURED_DEVICES: dict[str, Device] = {}  # measured by this process, or read from the user's cache folder
 
@@ -331,15 +329,6 @@ def synchronize_device() -> None:
     """Wait until a GPU has finished its work; return at once on a CPU."""
     if accelerator_type() == "cuda":
         torch.cuda.synchronize()
-
-
-def available_memory() -> int:
-    """Bytes of main memory, or the container's limit if that is lower."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(total, int(CGROUP_MEMORY_FILE.read_text()))
-    except (OSError, ValueError):  # no container, or "max"
-        return total
 
 
 # --- The roofline --------------------------------------------------------------------------------------

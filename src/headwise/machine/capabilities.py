@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+CGROUP_MEMORY_FILE = Path("/sys/fs/cgroup/memory.max")
 # Instruction sets that decide which path is fastest, in the kernel's spelling, with the name that is printed.
 X86_INSTRUCTIONS = {
     "avx2": "AVX2",
@@ -291,3 +292,12 @@ def _read_text(path: Path) -> str:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def available_memory() -> int:
+    """Bytes of main memory, or the container's limit if that is lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int(CGROUP_MEMORY_FILE.read_text()))
+    except (OSError, ValueError):  # no container, or "max"
+        return total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ..cache import HiddenStateCache, ProjectedSource, TokenCache
 from ..errors import SpecError, suggest
 from ..interfaces.core_types import Probe
+from ..machine.capabilities import available_memory
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ModelSpec, ProcessorSpec
 from .block import LayerInputs, LayerStack, last_states
@@ -139,6 +141,7 @@ def build(spec: ModelSpec, *, dropout: float = 0.0, seed: int | None = None, ini
         raise SpecError(f"cannot build {spec.name}: {unsupported.reason}; remove this part from the spec")
     if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
         raise SpecError(f"dropout={dropout!r} is not a probability; give at least 0 and less than 1")
+    _check_memory(spec)
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(gpus, enabled=seed is not None):
         if seed is not None:
@@ -146,6 +149,16 @@ def build(spec: ModelSpec, *, dropout: float = 0.0, seed: int | None = None, ini
         net = Transformer(spec, dropout)
         initialise_model(net, init)
     return net
+
+
+def _check_memory(spec: ModelSpec) -> None:
+    """Refuse a model whose weights do not fit into main memory, or on another device into any address space."""
+    needed = torch.get_default_dtype().itemsize * sum(weight.numel for weight in spec.weights())
+    is_on_cpu = torch.get_default_device().type == "cpu"
+    available, owner = (available_memory(), "this machine has") if is_on_cpu else (sys.maxsize, "torch can address")
+    if needed > available:
+        fact = f"its weights need {needed / 1e9:,.1f} GB, and {owner} {available / 1e9:,.1f} GB"
+        raise SpecError(f"cannot build {spec.name}: {fact}; choose smaller sizes")
 
 
 class Transformer(nn.Module):
