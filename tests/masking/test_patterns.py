@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from headwise.errors import SpecError
-from headwise.masking import patterns as hp
+from headwise.masking import pattern_base, patterns as hp
 from headwise.masking.patterns import (
     PATTERNS_BY_NAME,
     And,
@@ -156,6 +156,24 @@ def test_pairs_equal_brute_force(pattern):
 @given(trees, spans, spans)
 def test_pairs_equal_brute_force_on_any_tree(pattern, queries, keys):
     assert pattern.pairs(queries, keys) == brute(pattern, queries, keys)
+
+
+@steady
+@given(trees, spans, spans)
+def test_pairs_counted_with_tensors_equal_brute_force(pattern, queries, keys):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pattern_base, "COUNTED_ROWS", 3)
+        assert pattern_base.count_pairs_by_head(pattern, queries, keys)[0] == brute(pattern, queries, keys)
+
+
+def test_a_dilated_window_is_counted_in_seconds_or_refused():
+    pattern = Dilated(513, 2, after=256) | Global((0,))
+    started = time.process_time()
+    pattern_base.count_pairs_by_head(pattern, range(1 << 15), range(1 << 15))
+    assert time.process_time() - started < 5  # half a second; the rest is for a busy machine
+    wide = Dilated(1 << 19, 2) | Global((0,))
+    with pytest.raises(SpecError, match=r"cannot count 1,048,576 tokens .* give at most [\d,]+$"):
+        pattern_base.count_pairs_by_head(wide, range(1 << 20), range(1 << 20))
 
 
 @settings(derandomize=True, max_examples=300, deadline=None)

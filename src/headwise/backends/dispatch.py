@@ -28,7 +28,7 @@ from ..errors import NoBackend, suggest
 from ..interfaces.core_types import CallSize, CoreShape, Probe
 from ..kernels.varlen_attention import VARLEN_KERNELS
 from ..machine.takeover_points import UP_TO_POINTS, takeover_size
-from ..masking.patterns import Causal, Full, Pattern, PerHead
+from ..masking.patterns import Causal, Full, Pattern, PerHead, count_pairs_by_head
 from ..masking.sequence_info import AttentionMask, SequenceInfo, mask_shape
 from . import (
     bf16_matmul,
@@ -298,8 +298,9 @@ def contiguous_mask_shape(call: CallSignature, size: CallSize) -> str:
     if size.keys > MAX_COUNTED_KEYS:
         first, last = pattern.retention
         return "triangle" if last is not None and first + last >= size.keys == size.queries else "any"
-    start = size.keys - size.queries if call.spec.source is None else 0
-    return mask_shape(pattern, range(max(start, 0), max(start, 0) + size.queries), range(size.keys))
+    start = max(size.keys - size.queries, 0) if call.spec.source is None else 0
+    queries, keys = range(start, start + size.queries), range(size.keys)
+    return mask_shape(pattern, queries, keys, count_pairs_by_head(pattern, queries, keys)[0])
 
 
 def _deciding_lengths(call: CallSignature) -> list[int]:
@@ -340,9 +341,10 @@ def split_by_pattern(call: CallSignature, backend_name: str | None = None) -> tu
 
 def _call_of_group(call: CallSignature, group: HeadGroup) -> CallSignature:
     heads, core = GroupHeads.of(call, group), call.core
+    key_indices, value_indices = ({head: n for n, head in enumerate(own)} for own in (heads.keys, heads.values))
     own_core = CoreShape(
-        tuple(heads.keys.index(core.key_head_of_query[n]) for n in heads.queries),
-        tuple(heads.values.index(core.value_head_of_row[n]) for n in heads.rows),
+        tuple(key_indices[core.key_head_of_query[n]] for n in heads.queries),
+        tuple(value_indices[core.value_head_of_row[n]] for n in heads.rows),
         core.dim,
         core.vdim,
         core.scale,
@@ -386,8 +388,9 @@ class GroupHeads:
     def of(call: CallSignature, group: HeadGroup) -> GroupHeads:
         """The places of a group's heads in the call of all heads."""
         spec, core = call.spec, call.core
-        queries = tuple(spec.core_score_heads.index(head) for head in group.score_heads)
-        rows = tuple(row for row, head in enumerate(spec.score_head_of_row) if head in group.score_heads)
+        own = frozenset(group.score_heads)
+        queries = tuple(index for index, head in enumerate(spec.core_score_heads) if head in own)
+        rows = tuple(row for row, head in enumerate(spec.score_head_of_row) if head in own)
         keys = sorted({core.key_head_of_query[n] for n in queries})
         values = sorted({core.value_head_of_row[n] for n in rows})
         return GroupHeads(group.pattern, group.score_heads, queries, tuple(keys), tuple(values), rows)

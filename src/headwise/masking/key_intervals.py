@@ -197,8 +197,10 @@ def count_pairs(pattern: HasKeySpans, queries: range, keys: range) -> int:
     """
     total = 0
     for top, stop in pairwise(boundary_rows(pattern, queries, keys)):
-        first_and_last = sum(len(span) for i in (top, stop - 1) for span in pattern.spans(i, keys))
-        total += first_and_last * (stop - top) // 2  # an arithmetic series; the division is exact
+        first = last = sum(map(len, pattern.spans(top, keys)))
+        if stop - top > 1:
+            last = sum(map(len, pattern.spans(stop - 1, keys)))
+        total += (first + last) * (stop - top) // 2  # an arithmetic series; the division is exact
     return total
 
 

@@ -6,10 +6,13 @@ import ast
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import reduce
+from itertools import pairwise, starmap
 from typing import Any, Protocol, cast, final, runtime_checkable
+
+import torch
 
 from ..errors import SpecError, suggest
 from .key_intervals import (
@@ -17,7 +20,9 @@ from .key_intervals import (
     KeyBand,
     KeyRetention,
     any_true,
+    boundary_rows,
     count_pairs,
+    intersect,
     largest_retention,
     smallest_retention,
     spans_covered,
@@ -464,9 +469,43 @@ def count_pairs_by_head(pattern: Pattern, queries: range, keys: range) -> tuple[
     (10, (10, 7))
     """
     if not isinstance(pattern, PerHead):
-        return pattern.pairs(queries, keys), ()
-    by_pattern = [one.pairs(queries, keys) for one in pattern.patterns]
-    return pattern.pairs(queries, keys), tuple(by_pattern[index] for index in pattern.pattern_of_head)
+        return _count_fast(pattern, queries, keys), ()
+    by_pattern = [_count_fast(one, queries, keys) for one in pattern.patterns]
+    return _count_fast(pattern, queries, keys), tuple(by_pattern[index] for index in pattern.pattern_of_head)
+
+
+COUNTED_ROWS = 512
+MAX_COUNTED_CELLS = 2**32  # some ten seconds
+
+
+def _count_fast(pattern: Pattern, queries: range, keys: range) -> int:
+    """`pattern.pairs`; with tensors if every row has its own spans, as those of a dilated window."""
+    if not queries or not keys or len(boundary_rows(pattern, queries, keys)) <= len(queries):
+        return pattern.pairs(queries, keys)
+    _, columns, diagonals = pattern.lines(queries, keys)
+    low, high = min(diagonals, default=0), max(diagonals, default=0) + COUNTED_ROWS
+    width = min(high - low, len(keys)) + len(columns)
+    if width * len(queries) > MAX_COUNTED_CELLS:
+        fact = f"cannot count {len(queries):,} tokens under the pattern {pattern.text[:60]}"
+        raise SpecError(f"{fact}, whose spans differ in every row; give at most {MAX_COUNTED_CELLS // width:,}")
+    total = 0
+    for start in range(queries.start, queries.stop, COUNTED_ROWS):
+        rows = range(start, min(start + COUNTED_ROWS, queries.stop))
+        # Between two columns and away from the diagonals, a row allows all keys or none.
+        near = intersect(keys, range(start + low, start + high + 1))
+        ends = {end for end in (*columns, keys.start, keys.stop, near.start, near.stop) if end not in near[1:]}
+        stretches = [span for span in starmap(range, pairwise(sorted(ends))) if span != near and intersect(keys, span)]
+        total += _count_cells(pattern, rows, [range(key, key + 1) for key in near])
+        total += _count_cells(pattern, rows, [intersect(keys, span) for span in stretches])
+    return total
+
+
+def _count_cells(pattern: Pattern, queries: range, stretches: Sequence[range]) -> int:
+    """The pairs of rows with stretches of keys that a row allows all or none of."""
+    i = torch.arange(queries.start, queries.stop)[:, None]
+    j = torch.tensor([keys.start for keys in stretches], dtype=torch.long)
+    lengths = torch.tensor([len(keys) for keys in stretches], dtype=torch.long)
+    return int((pattern.allows(i, j) * lengths).sum()) if stretches else 0
 
 
 def longest_prefix(*prefixes: int | None) -> int | None:

@@ -223,11 +223,14 @@ def allowed_by_head(pattern: Pattern, i: Tensor, j: Tensor) -> Tensor:
     return torch.cat([by_pattern[index] for index in pattern.pattern_of_head], 1)
 
 
-def mask_shape(pattern: Pattern, queries: range, keys: range) -> str:
-    """The shape of a pattern's mask over these positions: "full", the square "triangle", or "any"."""
+def mask_shape(pattern: Pattern, queries: range, keys: range, pairs: int | None = None) -> str:
+    """The shape of a pattern's mask over these positions: "full", the square "triangle", or "any".
+
+    `pairs` are the allowed pairs if they were counted before.
+    """
     if isinstance(pattern, PerHead):
         return "any"
-    pairs = pattern.pairs(queries, keys)
+    pairs = pattern.pairs(queries, keys) if pairs is None else pairs
     if pairs == len(queries) * len(keys):
         return "full"
     # Without keys after the query, as many pairs as a causal mask means the same pairs.

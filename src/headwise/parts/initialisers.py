@@ -57,8 +57,12 @@ def normal_with_std(std: float) -> Initialiser:
 
 def fixed_values(values: Sequence[float] | Sequence[int]) -> Initialiser:
     """An initialiser with exactly these values; floats are stored in float64, integers in int64."""
-    dtype = torch.int64 if all(isinstance(value, int) for value in values) else torch.float64
-    return lambda shape: torch.tensor(values, dtype=dtype).reshape(shape)
+
+    def make(shape: tuple[int, ...]) -> Tensor:  # called for a layer, not for a count of its parameters
+        dtype = torch.int64 if all(isinstance(value, int) for value in values) else torch.float64
+        return torch.tensor(values, dtype=dtype).reshape(shape)
+
+    return make
 
 
 def identity_init(shape: tuple[int, ...]) -> Tensor:
