@@ -90,6 +90,52 @@ def test_training_is_counted_as_torch_counts_it(name):
     assert one.parameters.total == sum(p.numel() for p in net.parameters())
 
 
+ENCODER = USUAL | SMALL | {"embedding_size": 6}
+RELATIVE = {"relative_attention": True, "position_buckets": 8, "norm_rel_ebd": "layer_norm", "conv_kernel_size": 3}
+SHARED = {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 24, "num_experts": 4}
+NOTED: dict[str, tuple[str, str, dict[str, Any]]] = {  # parts that a spec cannot describe
+    "qwen2_moe": ("Qwen2Moe", "ForCausalLM", GROUPED | SHARED | {"experts_implementation": "eager"}),
+    "albert": ("Albert", "ForMaskedLM", ENCODER),
+    "albert-base": ("Albert", "Model", ENCODER),
+    "electra": ("Electra", "ForMaskedLM", ENCODER),
+    "electra-pretraining": ("Electra", "ForPreTraining", ENCODER),
+    "bloom": ("Bloom", "ForCausalLM", EAGER | {"hidden_size": 16, "n_layer": 2, "n_head": 2}
+              | {"apply_residual_connection_post_layernorm": True}),
+    "m2m_100": ("M2M100", "ForConditionalGeneration", BART | {"d_model": 30}),
+    "dinov2": ("Dinov2", "Model", VIT | {"image_size": 8, "attn_implementation": "eager"}),
+    "siglip": ("SiglipVision", "Model", VIT | {"image_size": 8, "attn_implementation": "eager"}),
+    "whisper": ("Whisper", "ForConditionalGeneration", BART | {"d_model": 30, "vocab_size": 51865}
+                | {"num_mel_bins": 10, "max_source_positions": SOURCE}),
+    "deberta-v2": ("DebertaV2", "ForMaskedLM", USUAL | SMALL | RELATIVE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_a_note_on_a_part_without_a_spec_says_what_is_counted(name, monkeypatch):
+    monkeypatch.setitem(MODELS, name, NOTED[name])
+    net, model = build_models(name)
+    inputs = model_inputs(net)
+    if name in ("dinov2", "siglip"):
+        inputs = {"pixel_values": torch.randn(BATCH, 3, 8, 8)}
+    if name == "whisper":
+        inputs = {
+            "input_features": torch.randn(BATCH, 10, 2 * SOURCE),
+            "decoder_input_ids": inputs["decoder_input_ids"],
+        }
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        net(**inputs)
+    one = priced(model)
+    assert one.parameters.total == sum(p.numel() for p in net.parameters() if p.requires_grad)
+    missing = counter.get_total_flops() - one.counted_flops["prefill"]
+    notes = {part.reason: note for part in model.beyond for note in one.notes if note.startswith(part.reason)}
+    assert len(notes) == len(model.beyond) > 0
+    for part in model.beyond:
+        counted = "its parameters are counted, its FLOPs are not" if part.more else "the counts do not depend on it"
+        assert notes[part.reason] == f"{part.reason}; {counted}"
+    # LayerScale multiplies channel by channel, which the counter does not see.
+    assert missing > 0 if name not in ("bloom", "m2m_100", "dinov2") else missing == 0
+
+
 def written(net: Any) -> int:
     """FLOPs of their whole generation, greedy."""
     read = model_inputs(net)["input_ids"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, strategies as st
 
 import headwise as hw
 from headwise import costs
@@ -47,6 +47,30 @@ def test_any_spec_decodes(spec):
         cache = layer.cache(batch=cases.BATCH, capacity=9)
         check_close(decode_in_chunks(layer, x, chunks, cache), expected)
         assert cache.nbytes == costs.cache_bytes(spec, batch=cases.BATCH, capacity=9, bytes_per_number=8)
+
+
+def decoded_by(spec, context):
+    """The cache that held all tokens but the last when this layer decoded it; None if it does not decode."""
+    layer = cases.layer(spec)
+    x = torch.randn(1, context, spec.model, dtype=torch.float64)
+    try:
+        cache = layer.cache(batch=1, capacity=context)
+        if context > 1:
+            layer(x[:, :-1], cache=cache)
+        y = layer(x[:, -1:], cache=cache)
+    except (hw.SpecError, ValueError):
+        return None
+    check_close(y, layer(x)[:, -1:])
+    return cache
+
+
+@given(spec=strategies.specs(), context=st.integers(1, 12))
+def test_any_spec_has_the_cache_and_the_decode_step_that_are_counted(spec, context):
+    spec = replace(spec, source=None).at_depth(0, 1)
+    cache = decoded_by(spec, context)
+    (counted,) = hw.cost(spec, hw.Workload(context=context, dtype="fp32"))
+    assert (counted.decode_flops is None) == (cache is None)
+    assert counted.cache_bytes == (cache.nbytes // 2 if cache else 0)
 
 
 @given(spec=strategies.specs())

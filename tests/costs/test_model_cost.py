@@ -15,7 +15,8 @@ import headwise as hw
 from headwise import backends, cli, costs, families, model_spec
 from headwise.backends.query_blocks import split_queries, sum_block_pairs
 from headwise.costs.cost_report import CostEstimate, estimate_cost
-from headwise.costs.flops import list_components, parameter_terms
+from headwise.costs.flops import list_components
+from headwise.costs.parameter_counts import parameter_terms
 from headwise.costs.published_formulas import FORMULA_SOURCES, compare_formulas
 from headwise.costs.symbolic_int import SymbolicInt
 from headwise.costs.training_memory import OPTIMISERS
@@ -397,6 +398,7 @@ def test_a_config_is_priced(capsys, folder, name):
     assert row["params"] == costs.count_parameters(families.read_model_spec(CONFIGS[name]))
     assert {
         "active_params",
+        "active_params_without_embeddings",
         "flops",
         "executed_flops",
         "counted_flops",

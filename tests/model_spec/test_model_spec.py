@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 
 import headwise as hw
 from headwise import costs, families, model_spec
-from headwise.costs.flops import parameter_terms
+from headwise.costs.parameter_counts import parameter_terms
 from headwise.model_spec import (
     ApproximateAttention,
     BlockSpec,

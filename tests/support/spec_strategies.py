@@ -143,4 +143,8 @@ def specs(draw: st.DrawFn, *, forward: bool = False, most: int = 3) -> hw.Attent
             spec = change_if_legal(spec, **{name: draw(values)})
     for modifier in draw(st.lists(st.sampled_from(slot_values("modifiers")), max_size=most)):
         spec = change_if_legal(spec, modifiers=(*spec.modifiers, modifier))
+    if draw(st.booleans()):
+        masked = spec.num_heads_after(hw.interfaces.core_types.Phase.SCORES)
+        by_head = draw(st.lists(patterns(forward=forward), min_size=masked, max_size=masked))
+        spec = change_if_legal(spec, pattern=hw.PerHead.from_heads(by_head))
     return spec

@@ -3,9 +3,9 @@
 In reading order:
 
 - `workload` describes forward calls, `flops` counts them term by term (`symbolic_int` keeps the formula of every
-  number, `pairs_per_head` sums over heads with different patterns), `weight_storage` gives the bytes of weights as
-  stored, quantised ones with their scales, and `roofline` turns FLOPs and bytes into a lower bound of the time on a
-  device whose memory holds them;
+  number, `pairs_per_head` sums over heads with different patterns), `parameter_counts` counts parameters,
+  `weight_storage` gives the bytes of weights as stored, quantised ones with their scales, and `roofline` turns FLOPs
+  and bytes into a lower bound of the time on a device whose memory holds them;
 - `cost_report` collects this in the tables of `hw.cost` and `headwise cost`; `cost_vs_length` finds the lengths at
   which one spec becomes cheaper than another; `cost_plots` draws charts and writes CSV; `size_matching` finds sizes of
   equal cost;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import SpecError, pluralise, suggest
@@ -20,11 +20,10 @@ from .flops import (
     ForwardCall,
     ModelComponent,
     SpecOrModel,
-    active_parameters,
     cached_numbers,
     list_components,
-    parameter_terms,
 )
+from .parameter_counts import active_parameters, parameter_terms
 from .roofline import (
     Device,
     ExecutionFormats,
@@ -92,6 +91,11 @@ class CostEstimate:
         return self.flops_by_call.get("decode")
 
     @property
+    def has_cache(self) -> bool:
+        """True if tokens are decoded with a cache."""
+        return "decode" in self.flops_by_call or "steps" in self.flops_by_call
+
+    @property
     def required_flops(self) -> dict[str, int | None]:
         """Required FLOPs of every call."""
         return _add_generation_total({call: breakdown.total for call, breakdown in self.flops_by_call.items()})
@@ -138,6 +142,11 @@ class CostEstimate:
         return total_weight_bytes(self.spec_or_model, self.workload.storage(self.spec_or_model))
 
     @property
+    def active_parameters_without_embeddings(self) -> int:
+        """`active_parameters` without the embedding tables that are only looked up."""
+        return active_parameters(self.spec_or_model, embeddings=False)
+
+    @property
     def activation_bytes(self) -> int | None:
         """Bytes saved for the backward pass with the default settings; None if these do not support the workload."""
         try:
@@ -164,6 +173,7 @@ class CostEstimate:
             "name": self.name,
             "params": self.parameters.total,
             "active_params": self.active_parameters,
+            "active_params_without_embeddings": self.active_parameters_without_embeddings,
             "weights_bytes": self.weights_bytes,
             "flops": self.required_flops,
             "executed_flops": dict(self.executed_flops),
@@ -203,12 +213,14 @@ def estimate_cost(spec_or_model: SpecOrModel, workload: Workload, name: str = ""
     ... )  # bytes per token; 4 query heads per key head
     (4096, 3.9995117783473697)
     """
-    components = list_components(spec_or_model)
+    components, workload = list_components(spec_or_model), workload.fitted_to([spec_or_model])
     calls = list_calls(spec_or_model, components, workload, name)
     cached = [
         component
         for component in components
-        if isinstance(component, AttentionComponent) and not component.before_last_stack and "decode" in calls
+        if isinstance(component, AttentionComponent)
+        and not component.before_last_stack
+        and ("decode" in calls or "steps" in calls)
     ]
     self_attention = [component for component in cached if component.role == "attention"]
     cross_attention = [component for component in cached if component.role == "cross"]
@@ -336,7 +348,7 @@ class CostReport:
     @property
     def data(self) -> dict[str, Any]:
         """The report as plain values: {"version", "device", "workload", "rows"}."""
-        workload = vars(self.estimates[0].workload) if self.estimates else {"device": None}
+        workload = asdict(self.estimates[0].workload) if self.estimates else {"device": None}
         return {
             "version": FORMAT_VERSION,
             "device": workload["device"],
@@ -348,7 +360,8 @@ class CostReport:
 def cost(spec_or_model: SpecOrModel | Mapping[str, SpecOrModel], workload: Workload | None = None) -> CostReport:
     """Estimate the cost of layers and models before they run; no module is built.
 
-    Pass one spec or model, or several by name, and a workload (default: one row of 2,048 tokens in bf16).
+    Pass one spec or model, or several by name, and a workload (default: one row of 2,048 tokens in bf16, or of the
+    maximum length that all of them support if that is less).
 
     >>> import headwise as hw
     >>> specs = {name: hw.design(preset=name, model=4096, heads=32) for name in ("gqa", "mla")}
@@ -364,7 +377,8 @@ def cost(spec_or_model: SpecOrModel | Mapping[str, SpecOrModel], workload: Workl
     if not is_valid or not named:
         remedy = "give a spec or a model, or specs by name as in {'gqa': hw.design(...)}"
         raise SpecError(f"cannot estimate the cost of {spec_or_model!r}; {remedy}")
-    return CostReport(tuple(estimate_cost(spec, workload or Workload(), name) for name, spec in named.items()))
+    workload = (workload or Workload()).fitted_to(named.values())
+    return CostReport(tuple(estimate_cost(spec, workload, name) for name, spec in named.items()))
 
 
 def _format_table(estimates: Sequence[CostEstimate]) -> list[str]:
@@ -458,21 +472,24 @@ def _time_rows(phase: str) -> Iterator[tuple[str, Cell]]:
 
 
 def _cache_per_token_cell(estimate: CostEstimate) -> str:
-    if estimate.decode_flops is None:
+    if not estimate.has_cache:
         return "-"
     if estimate.cache_bytes_per_token is None and estimate.cache_numbers.terms:
         return "a state"
     return format_count(estimate.cache_bytes_per_token or 0)
 
 
+def _active_cell(estimate: CostEstimate, number: int) -> str:
+    return "-" if estimate.active_parameters == estimate.parameters.total else format_count(number)
+
+
 # Trailing dots distinguish rows with equal labels and are not printed.
 TABLE_ROWS: list[tuple[str, Cell]] = [
     ("parameters", lambda estimate: format_count(estimate.parameters.total)),
+    ("  active per token", lambda estimate: _active_cell(estimate, estimate.active_parameters)),
     (
-        "  active per token",
-        lambda estimate: (
-            format_count(estimate.active_parameters) if estimate.active_parameters != estimate.parameters.total else "-"
-        ),
+        "    without embeddings",
+        lambda estimate: _active_cell(estimate, estimate.active_parameters_without_embeddings),
     ),
     ("weights, bytes", lambda estimate: format_count(estimate.weights_bytes)),
     *(row for call in ("prefill", "backward", "decode", "generate") for row in _flops_rows(call)),
@@ -483,7 +500,7 @@ TABLE_ROWS: list[tuple[str, Cell]] = [
             format_count(estimate.source_cache_bytes_per_token) if estimate.source_cache_bytes_per_token else "-"
         ),
     ),
-    ("cache, total bytes", lambda estimate: format_count(estimate.cache_bytes) if estimate.decode_flops else "-"),
+    ("cache, total bytes", lambda estimate: format_count(estimate.cache_bytes) if estimate.has_cache else "-"),
     *(row for phase in ("prefill", "decode") for row in _time_rows(phase)),
     (
         "  core, FLOPs per byte",
@@ -492,7 +509,7 @@ TABLE_ROWS: list[tuple[str, Cell]] = [
     ("  core bound by", lambda estimate: estimate.core_operation.bound if estimate.decode_flops else "-"),
 ]
 # Rows that are left out if no estimate has the number.
-OPTIONAL_ROWS = {name for name, _ in [TABLE_ROWS[1], *_flops_rows("generate")]} | {"  per source token"}
+OPTIONAL_ROWS = {name for name, _ in [*TABLE_ROWS[1:3], *_flops_rows("generate")]} | {"  per source token"}
 FOOTNOTE = (
     "FLOPs required: of allowed query-key pairs only; executed: by the backend that the layer would choose; counted: "
     "by torch's FlopCounterMode, all pairs. Times are lower bounds: peak FLOP/s or bandwidth, fully overlapped. "

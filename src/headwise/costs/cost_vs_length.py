@@ -233,7 +233,7 @@ def find_crossovers(specs: Mapping[str, SpecOrModel], workload: Workload | None 
     if len(by_name) < 2:
         names = ", ".join(by_name) or "nothing"
         raise SpecError(f"cannot find crossovers of {names}: it takes two specs; give two or more by name")
-    costs = CostByLength(specs, workload or Workload())
+    costs = CostByLength(specs, (workload or Workload()).fitted_to(specs.values()))
     baseline, *others = specs
     crossovers = [find_crossover(costs, name, baseline, quantity) for name in others for quantity in QUANTITY_LABELS]
     return CrossoverReport(costs.workload, tuple(crossovers))

@@ -8,7 +8,6 @@ that the pattern allows in one row. The sizes of a spec have the names of its ax
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ import torch
 from ..backends import CallSignature, choose_backend, linear_attention, recomputed_flops, split_by_pattern
 from ..backends.core_interface import HeadGroup
 from ..cache import split_by_retention
-from ..interfaces import Modifier, Part
+from ..interfaces import Mix, Modifier, Part
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CallSize, CoreShape, Phase
 from ..masking.patterns import Pattern, count_pairs_by_head
@@ -130,15 +129,19 @@ def spec_as_executed(spec: AttentionSpec, work: CallSize) -> AttentionSpec:
 def list_products(spec: AttentionSpec, work: CallSize) -> Iterator[MatrixProduct]:
     """Yield every matrix product of a call with the projections as given; the core covers `work.pairs` pairs."""
     spec, work = name_sizes(spec), _symbolic_sizes(work)
+    core = spec.core_of(spec.project)
+    parts_with_constant_input, _ = _find_constant_weights(spec, core)
     for name, part in spec.parts():
         sizes = _name_axis_sizes(spec, spec.sizes_of(part))
         for key, param in part.params(spec).items():
             flops = 2 * param.layout.numel(sizes) * work.tokens(param.applied)
             yield MatrixProduct(f"{name}.{key}", flops, 2 if param.trainable else 1)
         constant_flops = part.constant_flops(spec, work)
+        if isinstance(part, Mix) and part in parts_with_constant_input:
+            constant_flops += part.mixed_flops(spec, work)
         yield MatrixProduct(f"{name} (own products)", part.flops(spec, work) - constant_flops)
         yield MatrixProduct(f"{name} (with constants)", constant_flops, 1)
-    yield from _core_products(spec, work)
+    yield from _core_products(spec, core, work)
 
 
 def _symbolic_sizes(work: CallSize) -> CallSize:
@@ -177,8 +180,7 @@ def _cached_layouts(spec: AttentionSpec) -> Iterator[tuple[str, Part, Mapping[st
     yield from ((name, part, part.kv_entry_layouts(spec)) for name, part in spec.parts())
 
 
-def _core_products(spec: AttentionSpec, work: CallSize) -> Iterator[MatrixProduct]:
-    core: CoreShape = spec.core_of(spec.project)
+def _core_products(spec: AttentionSpec, core: CoreShape, work: CallSize) -> Iterator[MatrixProduct]:
     if work.head_pairs:
         scores, values = (SymbolicInt.of(pairs, "head_pairs") for pairs in pairs_over_heads(spec, work))
     else:
@@ -199,9 +201,24 @@ def value_grad_factors(spec: AttentionSpec, core: CoreShape) -> int:
 
     It is 1 if the attention weights depend on no parameter and no score, and 2 otherwise.
     """
-    inner = (Phase.SCORES, Phase.WEIGHTS)
-    parts = [spec.normaliser, spec.similarity, *(m for _, m in spec.parts_of(Modifier) if m.phase in inner)]
-    return 2 if core.score_dim or any(param.trainable for part in parts for param in part.params(spec).values()) else 1
+    return 1 if _find_constant_weights(spec, core)[1] else 2
+
+
+def _find_constant_weights(spec: AttentionSpec, core: CoreShape) -> tuple[list[Part], bool]:
+    """Return the parts that change scores or weights which need no gradient, and True if the final weights need none.
+
+    Without queries and keys, scores and weights are constants up to the first part with a trainable parameter.
+    """
+    modifiers = spec.parts_of(Modifier)
+    on_scores, on_weights = (
+        [part for _, part in modifiers if part.phase is phase] for phase in (Phase.SCORES, Phase.WEIGHTS)
+    )
+    constant, is_constant = list[Part](), not core.score_dim
+    for part in (spec.similarity, *on_scores, spec.normaliser, *on_weights):
+        if is_constant:
+            constant.append(part)
+        is_constant = is_constant and not any(param.trainable for param in part.params(spec).values())
+    return constant, is_constant
 
 
 # --- One attention layer within a model, and its products in one call ----------------------------------
@@ -253,10 +270,13 @@ class AttentionComponent:
     before_last_stack: bool = False
     place: str = SINGLE_LAYER
 
-    @property
-    def can_decode(self) -> bool:
-        """Whether the layer can decode token by token: no query needs a later token."""
-        return self.role == "cross" or self.spec.pattern.tokens_before_decode == 0
+    def can_decode(self, past: int) -> bool:
+        """True if the layer can decode a token after `past` cached ones.
+
+        A bidirectional prefix must be whole in the cached tokens, or in the step itself if it is the first call.
+        """
+        prefix = self.spec.pattern.tokens_before_decode
+        return self.role == "cross" or (prefix is not None and prefix <= max(past, 1))
 
     def work(self, call: ForwardCall) -> CallSize:
         """The size of a call; for decode steps, summed over the steps."""
@@ -323,7 +343,7 @@ class AttentionComponent:
                 # One query reads the keys of its own pattern, unless the slots of its cache are used again.
                 own_work = replace(self, spec=replace(self.spec, pattern=part.pattern)).work(call)
                 cached = self._cached_pattern(part.head_group)
-                cached_keys = replace(self, spec=replace(self.spec, pattern=cached)).work(call).keys
+                cached_keys = _cached_tokens_read(cached, call.past, call.tokens)
                 work = own_work if cached.retention.last is None else replace(own_work, keys=cached_keys)
             backend = choose_backend(part, work)
             yield ExecutedCore(backend, part, work, _executed_core_flops(backend, part, work, call))
@@ -345,7 +365,8 @@ class AttentionComponent:
         return weights
 
     def _executed_spec(self, call: ForwardCall) -> AttentionSpec:
-        return replace(self.spec, project=self.spec.projection_form(call.mode == "steps"))
+        project = self.spec.projection_form(call.mode == "steps")
+        return self.spec if project == self.spec.project else replace(self.spec, project=project)
 
     def _call_signature(self, call: ForwardCall, on: ExecutionTarget = CPU_FP32) -> CallSignature:
         spec, single_query = self.spec, call.mode == "steps"
@@ -550,50 +571,3 @@ def _head_component(model: ModelSpec, head: OutputHeadSpec) -> LinearComponent:
     matrices = tuple(head.matmul_weights(model.stacks[-1].model))
     weights = list_head_matrices(head, model.stacks[-1].model)
     return LinearComponent(f"head.{head.name}", "head", matrices, TOKENS_SCORED_BY_HEAD[head.at], weights)
-
-
-def parameter_terms(spec_or_model: SpecOrModel) -> CostBreakdown:
-    """Trainable parameters, one term per tensor; tensors with the same name and shape in several layers are merged.
-
-    >>> from headwise.families import read_model_spec
-    >>> for term in parameter_terms(read_model_spec({"model_type": "gpt2", "n_layer": 2})).terms[:3]:
-    ...     print(*term)
-    decoder.embedding.tokens token model 38597376
-    decoder.embedding.positions position model 786432
-    decoder.*.attention.project.q 2 · q dim model 1179648
-    """
-    if isinstance(spec_or_model, AttentionSpec):
-        return attention_parameters(spec_or_model)
-    counts: Counter[tuple[str, tuple[tuple[str, int], ...]]] = Counter()
-    weights: dict[tuple[str, tuple[tuple[str, int], ...]], WeightSpec] = {}
-    for weight in spec_or_model.weights():
-        if weight.trainable:
-            name = re.sub(r"^(\w+)\.\d+\.", r"\1.*.", weight.name)
-            key = (name, tuple((axis, weight.axis_sizes[axis]) for axis in _axis_names(weight)))
-            counts[key] += 1
-            weights[key] = weight
-    return CostBreakdown.from_repeated_items(
-        (key[0], _num_elements(weight), counts[key]) for key, weight in weights.items()
-    )
-
-
-def _axis_names(weight: WeightSpec) -> list[str]:
-    return [name for axis in weight.layout.axes for name in axis.split("|")]
-
-
-def _num_elements(weight: WeightSpec) -> int:
-    renamed = {"source": "model"} if weight.role == "attention" else {}  # the source of self-attention is its stack
-    sizes = {axis: SymbolicInt.of(weight.axis_sizes[axis], renamed.get(axis, axis)) for axis in _axis_names(weight)}
-    return weight.layout.numel(sizes)
-
-
-def active_parameters(spec_or_model: SpecOrModel) -> int:
-    """Number of parameters that are active for one token: all, except experts that the token is not routed to."""
-    total = parameter_terms(spec_or_model).total
-    if isinstance(spec_or_model, AttentionSpec):
-        return total
-    feeds = [(stack.model, block.feed) for stack in spec_or_model.stacks for block in stack.layers if block.feed]
-    inactive = sum(
-        sum(weight.numel for weight in feed.weights(model)) - feed.active_params(model, 1) for model, feed in feeds
-    )
-    return total - inactive

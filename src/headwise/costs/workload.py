@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 from ..errors import SpecError, suggest
 from ..interfaces import Part
@@ -94,7 +94,9 @@ def list_assumptions(spec_or_model: SpecOrModel) -> Iterator[str]:
         yield from sorted(by_depth)
         return
     yield from spec_or_model.notes
-    yield from (f"{part.reason}; its cost is not included" for part in spec_or_model.beyond)
+    for part in spec_or_model.beyond:
+        included = "its parameters are counted, its FLOPs are not" if part.more else "the counts do not depend on it"
+        yield f"{part.reason}; {included}"
     reasons = {
         f"{stack.name}: the attention is approximated by a similar one; {block.attention.reason}"
         for stack in spec_or_model.stacks
@@ -156,6 +158,7 @@ def _smallest(lengths: Iterable[int | None]) -> int | None:
 
 # --- The workload, its forward calls, and their executed and counted FLOPs ------------------------------
 
+DEFAULT_CONTEXT = 2048
 MAX_SIZE = 2**62  # of tokens and rows: larger values are typing errors
 
 
@@ -163,24 +166,30 @@ MAX_SIZE = 2**62  # of tokens and rows: larger values are typing errors
 class Workload:
     """A workload: `batch` rows of `context` tokens, in the precision `dtype`, on `device`.
 
-    `source` is the number of tokens that cross-attention reads; for a model it defaults to `context`. `generate` is
-    the number of tokens generated after a prompt of `context` tokens. `weights` is the format of the weights, by
-    default "stored": that of a quantised checkpoint, or else `dtype`. A quantised format such as dtype="fp8" is that of
-    the weights, with everything else in bf16.
+    `context` defaults to 2,048, or the maximum of the spec or model that is estimated if that is less. `source` is the
+    number of tokens that cross-attention reads; for a model it defaults to `context`. `generate` is the number of
+    tokens generated after a prompt of `context` tokens. `weights` is the format of the weights, by default "stored":
+    that of a quantised checkpoint, or else `dtype`. A quantised format such as dtype="fp8" is that of the weights, with
+    everything else in bf16.
 
     >>> Workload(dtype="mxfp4")
     Workload(batch=1, context=2048, dtype='bf16', device='h200', source=None, generate=0, weights='mxfp4')
     """
 
     batch: int = 1
-    context: int = 2048
+    context: int = cast(int, None)
     dtype: str = "bf16"
     device: str = "h200"
     source: int | None = None
     generate: int = 0
     weights: str = STORED
 
+    has_default_context: ClassVar[bool] = False  # set for a workload whose context was not given
+
     def __post_init__(self) -> None:
+        if self.context is None:  # pyright: ignore[reportUnnecessaryComparison] - the default
+            object.__setattr__(self, "context", DEFAULT_CONTEXT)
+            object.__setattr__(self, "has_default_context", True)
         for name, least in (("batch", 1), ("context", 1), ("source", 1), ("generate", 0)):
             size = getattr(self, name)
             if not (name == "source" and size is None) and (type(size) is not int or not least <= size <= MAX_SIZE):
@@ -199,6 +208,18 @@ class Workload:
     def storage(self, spec_or_model: SpecOrModel) -> WeightStorage:
         """Return the formats of the weights of a spec or model."""
         return WeightStorage.from_name(self.weights, self.dtype, spec_or_model)
+
+    def fitted_to(self, targets: Iterable[SpecOrModel]) -> Workload:
+        """Return the workload with a default context that none of these specs and models exceeds.
+
+        >>> from headwise.families import read_model_spec
+        >>> Workload().fitted_to([read_model_spec({"model_type": "gpt2"})]).context
+        1024
+        """
+        limits = [own - max(self.generate - 1, 0) for own, _ in map(max_lengths, targets) if own is not None]
+        if not self.has_default_context or not limits:
+            return self
+        return replace(self, context=max(min([self.context, *limits]), 1))
 
     @property
     def cached_tokens(self) -> int:
@@ -221,12 +242,14 @@ def list_calls(
     decoder = [component for component in components if not component.before_last_stack]
     calls = {"prefill": (components, full_call)}
     attentions = [component for component in decoder if isinstance(component, AttentionComponent)]
-    can_decode = all(component.can_decode for component in attentions) and (
-        isinstance(spec_or_model, AttentionSpec) or not _reads_images_only(spec_or_model)
-    )
-    if can_decode:
+    reads_tokens = isinstance(spec_or_model, AttentionSpec) or not _reads_images_only(spec_or_model)
+    if reads_tokens and all(component.can_decode(workload.context - 1) for component in attentions):
         calls["decode"] = (decoder, full_call._replace(tokens=1, past=workload.context - 1, mode="steps"))
-    if workload.generate and not can_decode:
+    if workload.generate and not (reads_tokens and all(one.can_decode(workload.context) for one in attentions)):
+        prefixes = [one.spec.pattern.tokens_before_decode for one in attentions if not one.can_decode(workload.context)]
+        if reads_tokens and None not in prefixes:
+            fact = f"{name or 'this spec'} needs a prefix of {max(filter(None, prefixes))} tokens before it generates"
+            raise SpecError(f"{fact}, got context={workload.context}; use a longer context")
         fact = f"{name or 'this spec'} is not causal and cannot generate token by token"
         raise SpecError(f"{fact}; leave out generate")
     if workload.generate:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import costs
-from ..costs.flops import parameter_terms
+from ..costs.parameter_counts import parameter_terms
 from ..families import read_model_spec
 from ..model_spec import ModelSpec
 from ..nn.tensor_attention import attend

@@ -61,7 +61,6 @@ OPTION_GROUPS = (
     CostOptions(comparison_options.add_comparison_arguments, comparison_options.make_comparison_views),
     CostOptions(comparison_options.add_plot_arguments, comparison_options.make_plot_views),
 )
-DEFAULT_CONTEXT = 2048  # tokens per row, or the maximum length of a model if that is less
 
 
 def main(argv: list[str]) -> int:
@@ -116,7 +115,7 @@ def _parser() -> CommandParser:
         "--context",
         type=int,
         metavar="TOKENS",
-        help=f"tokens per row (default: {DEFAULT_CONTEXT}, or the maximum of a model)",
+        help="tokens per row (default: 2048, or the maximum of a model)",
     )
     parser.add_argument(
         "--generate", type=int, default=0, metavar="TOKENS", help="tokens to generate after the context"
@@ -199,15 +198,11 @@ def estimate_costs(args: argparse.Namespace) -> CostReport:
         raise UsageError(f"there is no preset {unknown[0]!r}; use one of {', '.join(PRESETS)}")
     from ...costs.cost_report import CostReport, estimate_cost
     from ...costs.weight_storage import STORED
-    from ...costs.workload import Workload, max_lengths
+    from ...costs.workload import Workload
 
     targets = [load_target(name, args, args.changes) for name in names]
-    context = args.context
-    if context is None:
-        limits = [own - max(args.generate - 1, 0) for own, _ in map(max_lengths, targets) if own is not None]
-        context = max(min([DEFAULT_CONTEXT, *limits]), 1)
-    sizes = (args.batch, context, args.dtype, args.device, args.source, args.generate)
-    workload = Workload(*sizes, weights=STORED if args.weights is None else args.weights)
+    sizes = (args.batch, args.context, args.dtype, args.device, args.source, args.generate)
+    workload = Workload(*sizes, weights=STORED if args.weights is None else args.weights).fitted_to(targets)
     short_names = [short_name(name) for name in names]
     labels = [name if short_names.count(short) > 1 else short for name, short in zip(names, short_names, strict=True)]
     return CostReport(
