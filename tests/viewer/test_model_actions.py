@@ -24,19 +24,37 @@ def progress() -> JobProgress:
     return JobProgress(Job("test", {}))
 
 
-def test_rows_are_those_of_the_library(model: OpenModel):
-    found = compute_cost(model, {"context": 100, "batch": 3}, progress())
+ARGUMENTS = [{"context": 100, "batch": 3}, {"context": 64, "source": 200, "dtype": "bf16"}, {}]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+def test_rows_are_those_of_the_library_and_add_up(model: OpenModel, arguments: dict[str, Any]):
+    found = compute_cost(model, arguments, progress())
     net: Any = model.get_model()
-    whole = hw.cost(net.spec, hw.Workload(context=100, batch=3)).data["rows"][0]
-    assert found["rows"][0]["params"] == whole["params"] == sum(p.numel() for p in net.parameters())
-    assert found["rows"][0]["prefill"] == whole["flops"]["prefill"]
-    assert found["rows"][0]["kv_bytes"] == whole["kv_bytes"]
-    layers = {row["name"]: row for row in found["rows"][1:]}
-    assert set(layers) | {note.partition(":")[0] for note in found["notes"]} >= set(model.sites)
-    name = "decoder.0.attention"
-    spec = model.sites[name].spec
-    assert spec is not None
-    assert layers[name]["decode"] == hw.cost(spec, hw.Workload(context=100, batch=3)).data["rows"][0]["flops"]["decode"]
+    workload = hw.Workload(**{"dtype": "fp32"} | arguments)
+    (estimate,) = hw.cost(net.spec, workload)
+    whole, *layers = found["rows"]
+    assert whole["params"] == sum(p.numel() for p in net.parameters())
+    assert (whole["prefill"], whole["decode"]) == tuple(estimate.data["flops"][call] for call in ("prefill", "decode"))
+    assert [row["name"] for row in layers] == list(model.sites)
+    assert not found["notes"]
+    assert sum(row["kv_bytes"] for row in layers) == whole["kv_bytes"] == estimate.cache_bytes
+    assert sum(row["kv_bytes_per_token"] or 0 for row in layers) == whole["kv_bytes_per_token"]
+    for call, flops in (("prefill", estimate.prefill_flops), ("decode", estimate.decode_flops)):
+        cores = sum(term.value for term in flops.terms if ".attention." in term.name or ".cross." in term.name)
+        assert sum(row[call] or 0 for row in layers) == cores
+    sizes = {"batch": 1, "source": estimate.full_call.source} | arguments
+    expected = {"context": estimate.full_call.tokens, "dtype": workload.dtype, "device": "NVIDIA H200 SXM"}
+    assert found["workload"] == expected | sizes
+
+
+def test_the_default_context_is_within_the_maximum_of_the_model():
+    spec = hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1})
+    opened = OpenModel(bundled_sample.load_sample_trace(), load_model=lambda: hw.build(spec))
+    found = compute_cost(opened, {}, progress())
+    assert found["workload"]["context"] == 1024
+    assert found["rows"][0]["name"] == spec.name
+    assert (found["workload"]["source"], found["workload"]["dtype"]) == (None, "fp32")
 
 
 @pytest.mark.parametrize("arguments", [{"context": 0}, {"context": 2**21}, {"batch": True}, {"context": "9"}])

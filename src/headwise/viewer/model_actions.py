@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..errors import suggest
 from ..traces.token_grouping import TokenGrouping
 from .model_worker import JobFunction, JobProgress
 from .open_model import CAPTURE_BUDGET, AblatedHead, OpenModel, Progress
@@ -13,6 +14,7 @@ from .open_model import CAPTURE_BUDGET, AblatedHead, OpenModel, Progress
 if TYPE_CHECKING:
     from torch import nn
 
+    from ..costs.workload import Workload
     from ..head_analysis.annotated_examples import Example
     from ..head_analysis.head_table import HeadTable
     from ..model_spec import ModelSpec
@@ -200,32 +202,57 @@ MAX_CONTEXT, MAX_BATCH = 2**20, 2**12
 
 
 def compute_cost(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """Cost of the whole model and of each attention layer for `context` tokens and `batch` rows, before it runs."""
-    from ..costs.cost_report import cost
-    from ..costs.workload import Workload
+    """Cost of the whole model and of each attention layer for one workload, before it runs.
 
-    workload = Workload(
-        context=_read_count(arguments, "context", 2048, MAX_CONTEXT),
-        batch=_read_count(arguments, "batch", 1, MAX_BATCH),
-    )
+    `context` defaults to 2,048 or the maximum of the model, `source` to the context, and `dtype` to that of the model.
+    """
+    from ..costs.cost_report import CostEstimate, cost
+    from ..costs.roofline import Device
+
     net = model.get_model()
+    workload = _read_workload(net, arguments)
     progress(0, 2, "the whole model")
     notes: list[str] = []
-    rows: list[dict[str, Any]] = []
+    estimates: list[CostEstimate] = []
+    sources = workload.source or workload.context
     try:
-        rows.append(_select(cost(read_spec(net), workload).data["rows"][0]))
+        estimates.extend(cost(read_spec(net), workload))
+        workload, sources = estimates[0].workload, estimates[0].full_call.source
     except ValueError as error:
         notes.append(f"the whole model: {error}")
     progress(1, 2, "attention layers")
+    with_source = {site.stack for site in model.sites.values() if site.kind == "cross"}
     for name, site in model.sites.items():
         if site.spec is None:
             notes.append(f"{name}: {site.spec_reason}")
             continue
+        # A model adds a source width only to the specs that have another one than the layer.
+        spec = replace(site.spec, source=site.spec.source or site.spec.model) if site.kind == "cross" else site.spec
+        is_encoder = bool(with_source) and site.stack not in with_source
+        lengths = {"context": sources if is_encoder else workload.context, "source": sources}
         try:
-            rows.append(_select(cost({name: site.spec}, workload).data["rows"][0]))
+            estimates.extend(cost({name: spec}, replace(workload, **lengths)))
         except ValueError as error:
             notes.append(f"{name}: {error}")
-    return {"rows": rows, "workload": {"context": workload.context, "batch": workload.batch}, "notes": notes}
+    values = {"context": workload.context, "batch": workload.batch, "dtype": workload.dtype}
+    values |= {"source": sources if with_source else None, "device": Device.from_name(workload.device).description}
+    return {"rows": [_select(estimate.data) for estimate in estimates], "workload": values, "notes": notes}
+
+
+def _read_workload(net: nn.Module, arguments: Mapping[str, Any]) -> Workload:
+    from ..costs.flops import TORCH_DTYPES
+    from ..costs.workload import Workload
+
+    names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+    own = next((names[tensor.dtype] for tensor in net.parameters() if tensor.dtype in names), "fp32")
+    sizes: dict[str, Any] = {
+        name: None if arguments.get(name) is None else _read_count(arguments, name, 1, MAX_CONTEXT)
+        for name in ("context", "source")
+    }
+    dtype = arguments.get("dtype") or own
+    if dtype not in TORCH_DTYPES:
+        raise ValueError(f"dtype={dtype!r} is unknown; {suggest(str(dtype), TORCH_DTYPES)}")
+    return Workload(batch=_read_count(arguments, "batch", 1, MAX_BATCH), dtype=dtype, **sizes)
 
 
 def read_spec(net: nn.Module) -> ModelSpec:

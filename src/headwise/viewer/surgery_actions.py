@@ -245,12 +245,13 @@ def describe_surgery(model: OpenModel, arguments: Mapping[str, Any], progress: J
 
     progress(0, 2, "reading the model")
     net = read_native_model(model)
-    specs = [spec for _, spec in net.spec.attention_specs()]
+    specs, sizes = [spec for _, spec in net.spec.attention_specs()], compare_cost(net, net)
     progress(1, 2, "trying the forms")
     return {
         "heads": sum(count_heads(net.spec).values()),
         "kvHeads": sum(spec.heads.kv for spec in specs),
-        "costs": [pair.data for pair in compare_cost(net, net).costs],
+        "costs": [pair.data for pair in sizes.costs],
+        "dtype": sizes.dtype,
         "forms": list_forms(net, specs, progress),
         "methods": list(RANKING_METHODS),
     }

@@ -1,11 +1,12 @@
 // Cost: parameters, FLOPs and KV cache of the open model, whole and by attention layer.
 
-import { useSignal } from "@preact/signals";
+import { effect, useSignal } from "@preact/signals";
 import type { JSX } from "preact";
+import { useEffect } from "preact/hooks";
 import { Panel } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import { say, t } from "../i18n";
-import { doc, runJob, source } from "../state";
+import { doc, job, runJob, source } from "../state";
 
 interface CostRow {
   name: string;
@@ -17,11 +18,22 @@ interface CostRow {
   bound: string;
 }
 
+interface Workload {
+  context: number;
+  batch: number;
+  source: number | null; // null for a model that reads no source
+  dtype: string;
+  device: string;
+}
+
 interface CostResult {
   rows: CostRow[];
   notes: string[];
-  workload: { context: number; batch: number };
+  workload: Workload;
 }
+
+const DTYPES = ["fp32", "bf16", "fp16"];
+const MAX_TOKENS = 2 ** 20;
 
 const UNITS = ["", " k", " M", " G", " T", " P", " E"];
 
@@ -34,14 +46,35 @@ export function formatCount(value: number | null): string {
 }
 
 export function CostScreen(): JSX.Element {
-  const context = useSignal(2048);
-  const batch = useSignal(1);
+  // The server chooses what is not asked for: lengths that the model supports, and its own precision.
+  const asked = useSignal<Partial<Workload>>({});
   const result = useSignal<CostResult | null>(null);
-  const compute = async (event: Event) => {
-    event.preventDefault();
-    const found = await runJob("cost", { context: context.value, batch: batch.value });
+  const isPossible = source.isLive && doc.value?.capabilities.measure.possible === true;
+  const compute = async () => {
+    const found = (await runJob("cost", asked.value)) as CostResult | null;
     if (found) result.value = found;
   };
+  useEffect(() => {
+    let isAsked = false;
+    return effect(() => {
+      if (isAsked || job.value || !isPossible) return;
+      isAsked = true;
+      void compute();
+    });
+  }, [isPossible]);
+  const workload = result.value?.workload;
+  const lengthInput = (key: "context" | "source" | "batch", most: number) => (
+    <label class="picker">
+      <span>{t(`cost.${key}`)}</span>
+      <input
+        type="number"
+        min="1"
+        max={most}
+        value={asked.value[key] ?? workload?.[key] ?? ""}
+        onInput={(event) => (asked.value = { ...asked.value, [key]: event.currentTarget.valueAsNumber || undefined })}
+      />
+    </label>
+  );
   const column = (key: keyof CostRow, title: string) => ({
     key,
     title,
@@ -51,22 +84,36 @@ export function CostScreen(): JSX.Element {
   });
   return (
     <>
-      <form class="toolbar" onSubmit={(event) => void compute(event)}>
+      <form
+        class="toolbar"
+        onSubmit={(event) => {
+          event.preventDefault();
+          void compute();
+        }}
+      >
         <h1>{t("screen.cost")}</h1>
         <span class="grow" />
+        {lengthInput("context", MAX_TOKENS)}
+        {workload?.source && lengthInput("source", MAX_TOKENS)}
+        {lengthInput("batch", 2 ** 12)}
         <label class="picker">
-          <span>{t("cost.context")}</span>
-          <input type="number" min="1" max={2 ** 20} value={context.value} onInput={(event) => (context.value = Number(event.currentTarget.value))} />
+          <span>{t("cost.dtype")}</span>
+          <select value={asked.value.dtype ?? workload?.dtype} onChange={(event) => (asked.value = { ...asked.value, dtype: event.currentTarget.value })}>
+            {DTYPES.map((name) => (
+              <option key={name}>{name}</option>
+            ))}
+          </select>
         </label>
-        <label class="picker">
-          <span>{t("cost.batch")}</span>
-          <input type="number" min="1" max={2 ** 12} value={batch.value} onInput={(event) => (batch.value = Number(event.currentTarget.value))} />
-        </label>
-        <button class="btn primary" type="submit" aria-disabled={!source.isLive || !doc.value?.capabilities.measure.possible}>
+        <button class="btn primary" type="submit" aria-disabled={!isPossible}>
           {t("cost.run")}
         </button>
       </form>
       <Panel>
+        {workload && (
+          <p class="t3 sm workload" data-testid="workload">
+            {t(workload.source ? "cost.workloadSource" : "cost.workload", { ...workload, source: workload.source ?? 0 })}
+          </p>
+        )}
         {result.value ? (
           <DataTable
             caption={t("screen.cost")}

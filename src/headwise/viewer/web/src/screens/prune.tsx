@@ -21,6 +21,7 @@ interface Surgery {
   heads: number;
   kvHeads: number;
   costs: Size[];
+  dtype: string;
   forms: Form[];
   methods: string[];
 }
@@ -128,7 +129,7 @@ export function PruneScreen(): JSX.Element {
       <div class="surgery">
         <Panel title={t("prune.now")}>
           {surgery.value ? (
-            <SizeList heads={surgery.value.heads} kvHeads={surgery.value.kvHeads} sizes={surgery.value.costs} />
+            <SizeList heads={surgery.value.heads} kvHeads={surgery.value.kvHeads} sizes={surgery.value.costs} dtype={surgery.value.dtype} />
           ) : (
             <SizeList heads={headCount.value} kvHeads={sites.value.reduce((sum, item) => sum + item.kvHeads, 0)} sizes={[]} />
           )}

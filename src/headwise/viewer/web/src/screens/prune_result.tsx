@@ -31,6 +31,7 @@ interface Estimate {
 
 export interface Sizes {
   length: number;
+  dtype: string;
   numbers: Size[];
   sites: { site: string; before: AttentionSize; after: AttentionSize }[];
 }
@@ -71,13 +72,15 @@ export function formatSize(value: number, unit: string): string {
 }
 
 /** Sizes of one model, as a list. */
-export function SizeList({ heads, kvHeads, sizes }: { heads: number; kvHeads: number; sizes: Size[] }): JSX.Element {
+export function SizeList({ heads, kvHeads, sizes, dtype }: { heads: number; kvHeads: number; sizes: Size[]; dtype?: string }): JSX.Element {
   return (
     <dl class="kv" data-testid="sizes-now">
       <dt>{t("prune.heads")}</dt>
       <dd>{heads}</dd>
       <dt>{t("prune.kvHeads")}</dt>
       <dd>{kvHeads}</dd>
+      {dtype && <dt>{t("prune.dtype")}</dt>}
+      {dtype && <dd>{dtype}</dd>}
       {sizes.map((size) => [
         <dt key={`${size.name} name`}>{sizeName(size.name, 512)}</dt>,
         <dd key={size.name} class="nw">
@@ -95,7 +98,7 @@ export function SizeTable({ sizes, after }: { sizes: Sizes; after: string }): JS
       caption={t("prune.sizes")}
       rows={sizes.numbers}
       columns={[
-        { key: "name", title: t("prune.sizes"), value: (row) => sizeName(row.name, sizes.length) },
+        { key: "name", title: t("prune.sizesIn", { dtype: sizes.dtype }), value: (row) => sizeName(row.name, sizes.length) },
         { key: "before", title: t("prune.before"), numeric: true, value: (row) => row.before, cell: (row) => formatSize(row.before, row.unit) },
         { key: "after", title: after, numeric: true, value: (row) => row.after, cell: (row) => <b class="b">{formatSize(row.after, row.unit)}</b> },
         { key: "ratio", title: t("prune.ratio"), numeric: true, value: (row) => row.ratio ?? NaN, cell: (row) => (row.ratio === null ? "–" : `${(row.ratio * 100).toFixed(1)} %`) },
