@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import suppress
-from functools import cache
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError
@@ -18,7 +17,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MAX_MEMORY_BYTES = 2**30
 
 
-@cache
 def compile_template(text: str) -> Template:
     """Return the template with the functions that transformers gives to chat templates, in Jinja's sandbox."""
     environment = ImmutableSandboxedEnvironment(
