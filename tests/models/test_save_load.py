@@ -21,7 +21,7 @@ import headwise as hw
 from headwise import cli, families, model_spec as bp
 from headwise.model_spec.serialization import ModelManifest
 from headwise.models import read_tokenizer
-from headwise.models.save_load import MANIFEST_FILE, MODEL_CARD_FILE, TOKENIZER_FILE, WEIGHTS_FILE
+from headwise.models.save_load import CONFIG_FILE, MANIFEST_FILE, MODEL_CARD_FILE, TOKENIZER_FILE, WEIGHTS_FILE
 
 WORDS = 11
 
@@ -54,6 +54,42 @@ def folder(tmp_path: Path) -> Path:
     return place
 
 
+# --- what transformers says about it -------------------------------------------------------------------
+
+
+REFUSED = ["AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer", "LlamaConfig", "LlamaForCausalLM",
+           "BertModel", "T5ForConditionalGeneration", "ViTModel", "CLIPModel"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("options", [{}, {"num_labels": 3, "dtype": torch.float16}], ids=["plain", "options"])
+def test_transformers_builds_no_random_model_from_the_folder(folder: Path, name: str, options: dict[str, Any]):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    with pytest.raises(ValueError, match=r"holds a headwise model, .*; load it with headwise\.load\(folder\)"):
+        getattr(transformers, name).from_pretrained(folder, **options)
+    hw.load(folder)
+
+
+@pytest.mark.slow
+def test_every_config_class_of_transformers_refuses_the_folder(folder: Path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers import CONFIG_MAPPING
+
+    accepted = []
+    for name in CONFIG_MAPPING:
+        try:
+            CONFIG_MAPPING[name].from_pretrained(folder)
+        except ImportError:  # it needs a package that is not installed
+            continue
+        except ValueError as error:
+            accepted += (
+                [] if "headwise.load(folder)" in str(error) or "Unrecognized model type" in str(error) else [name]
+            )
+        else:
+            accepted.append(name)
+    assert not accepted
+
+
 # --- what is written, and read back --------------------------------------------------------------------
 
 
@@ -81,7 +117,7 @@ def test_loading_does_not_import_the_compiler(folder: Path):
 
 def test_a_folder_matches_its_manifest(folder: Path):
     assert sorted(path.name for path in folder.iterdir()) == sorted(
-        [MANIFEST_FILE, MODEL_CARD_FILE, TOKENIZER_FILE, WEIGHTS_FILE]
+        [CONFIG_FILE, MANIFEST_FILE, MODEL_CARD_FILE, TOKENIZER_FILE, WEIGHTS_FILE]
     )
     page = (folder / MODEL_CARD_FILE).read_text()
     assert "# small" in page
@@ -115,7 +151,9 @@ def test_saving_again_takes_the_place_of_the_first(folder: Path):
     hw.save(other, folder)
     check_same(hw.load(folder), other)
     assert read_tokenizer(folder) is None
-    assert sorted(path.name for path in folder.iterdir()) == sorted([MANIFEST_FILE, MODEL_CARD_FILE, WEIGHTS_FILE])
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        [CONFIG_FILE, MANIFEST_FILE, MODEL_CARD_FILE, WEIGHTS_FILE]
+    )
 
 
 # --- nothing is lost -----------------------------------------------------------------------------------
@@ -183,7 +221,7 @@ def test_whatever_fails_a_whole_model_is_there(folder: Path, error: BaseExceptio
     assert set(outcomes) == {"old", "new"}
 
 
-MODEL_FILES = sorted([MANIFEST_FILE, MODEL_CARD_FILE, TOKENIZER_FILE, WEIGHTS_FILE])
+MODEL_FILES = sorted([CONFIG_FILE, MANIFEST_FILE, MODEL_CARD_FILE, TOKENIZER_FILE, WEIGHTS_FILE])
 
 
 def check_whole(folder: Path, old: hw.Transformer, new: hw.Transformer) -> str:
@@ -257,7 +295,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tokenizer": (lambda f: (f / TOKENIZER_FILE).unlink(), "tokenizer.json is missing"),
     "no manifest": (
         lambda f: (f / MANIFEST_FILE).unlink(),
-        "holds neither headwise.toml nor config.json; give a folder",
+        "is a headwise folder without headwise.toml; copy the folder again",
     ),
     "empty": (lambda f: (f / MANIFEST_FILE).write_text(""), "has format = None; this version reads format = 1"),
     "binary": (lambda f: (f / MANIFEST_FILE).write_bytes(b"\xff\xfe\0"), "cannot read"),

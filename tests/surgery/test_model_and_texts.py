@@ -177,3 +177,16 @@ def test_a_folder_in_use_is_refused_before_any_work(tmp_path: Path):
     pruned = hw.prune(live_model("llama"), 0.5, TEXTS, tokenizer="bytes")
     with pytest.raises(ValueError, match="it contains file"):
         pruned.save_pretrained(tmp_path)
+
+
+def test_a_folder_that_transformers_cannot_load_is_announced_and_refused_by_it(tmp_path: Path):
+    pruned = hw.prune(live_model("llama"), DropHeads((("decoder.0.attention", 1),)), ["ab"], tokenizer="bytes")
+    folder = tmp_path / "out"
+    with pytest.warns(
+        UserWarning, match=f"{folder} is not for transformers. A headwise folder, because .*; load it with"
+    ):
+        assert pruned.save_pretrained(folder).kind == "ours"
+    for name in ("AutoModelForCausalLM", "LlamaForCausalLM"):
+        with pytest.raises(ValueError, match=r"headwise\.load\(folder\)"):
+            getattr(transformers, name).from_pretrained(folder)
+    torch.testing.assert_close(hw.load(folder)(IDS), pruned.after(IDS))

@@ -24,6 +24,7 @@ from ..inspect.model_tokenizer import get_surrounding_ids
 from ..model_spec import ProcessorSpec
 from ..model_spec.serialization import MANIFEST_FILE, RECORD_FILE, TOKENIZER_FILE, SurgeryRecord, find_record
 from ..models import Transformer
+from ..models.save_load import is_refusing_config
 from ..output_paths import FolderKind, stage_folder
 from . import llama2c
 from .checkpoint_weights import DTYPES, INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder, TensorInfo, build_from_weights
@@ -113,6 +114,8 @@ def load(what: Path | str, *, dropout: float = 0.0, tokenizer: Path | str | None
         )
     if (path / MANIFEST_FILE).is_file():
         return models.load(path, dropout=dropout)
+    if is_refusing_config(path / CONFIG_FILE):
+        raise SpecError(f"{path} is a headwise folder without {MANIFEST_FILE}; copy the folder again")
     if (path / CONFIG_FILE).is_file():
         return load_transformers_folder(path, dropout)
     raise SpecError(_not_loadable_message(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -73,6 +74,19 @@ def _check_tokenizer(spec: ModelSpec, document: str, where: str) -> None:
 # --- A model as a folder -------------------------------------------------------------------------------
 
 MODEL_CARD_FILE = "README.md"
+# A config.json that stops transformers before it builds anything, by the only messages that it can be made to print:
+# automatic classes name the unknown model type, all other classes the label number that they cannot read. Without the
+# file, a class such as LlamaForCausalLM builds a random model of its default size from this folder.
+CONFIG_FILE = "config.json"
+NOT_FOR_TRANSFORMERS = "this folder holds a headwise model, not one of transformers; load it with headwise.load(folder)"
+REFUSING_CONFIG = json.dumps({"model_type": NOT_FOR_TRANSFORMERS, "id2label": {NOT_FOR_TRANSFORMERS: ""}}, indent=2)
+
+
+def is_refusing_config(path: Path) -> bool:
+    """Return True if a config.json is the one of headwise folders, which stops transformers."""
+    return path.is_file() and path.read_bytes().strip() == REFUSING_CONFIG.encode()
+
+
 # A folder that a training run has begun to fill is one too; `headwise demo` keeps its first tour in "sample".
 MODEL_FOLDER = FolderKind("model or training run", (MANIFEST_FILE, "checkpoint", "metrics.jsonl", "sample"))
 
@@ -109,6 +123,7 @@ def save(net: Transformer, folder: Path | str, *, tokenizer: str | None = None, 
     manifest = ModelManifest(net.spec, {name: hashlib.sha256(data).hexdigest() for name, data in new.items()}, usage)
     write_atomically(folder / MANIFEST_FILE, str(manifest).encode())  # from here on, load() reads the new model
     write_atomically(folder / MODEL_CARD_FILE, _model_card_text(net, readme).encode())
+    write_atomically(folder / CONFIG_FILE, f"{REFUSING_CONFIG}\n".encode())
     for name in CHECKED_FILES:
         if name not in new:
             (folder / name).unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -79,7 +80,10 @@ def save_result(
     with TemporaryDirectory() as temporary:
         source = Path(temporary)
         _save_original(original, net, source)
-        return write_model_folder(net, source, folder, record)
+        written = write_model_folder(net, source, folder, record)
+    if written.kind == "ours":
+        warnings.warn(f"{folder} is not for transformers. {written.summary}", stacklevel=3)
+    return written
 
 
 def _save_original(original: OriginalModel, net: Transformer, folder: Path) -> None:

@@ -201,7 +201,7 @@ def write_model_folder(
     ...         write_model_folder(net, None, f"{folder}/small", {"kept": {}}).kind,
     ...         *sorted(os.listdir(f"{folder}/small")),
     ...     )
-    ours README.md heads.json headwise.toml model.safetensors
+    ours README.md config.json heads.json headwise.toml model.safetensors
     """
     with stage_folder(folder, COMPRESSED_MODEL) as fresh:
         source_hashes = hash_source_files(source)
