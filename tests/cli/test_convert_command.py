@@ -67,6 +67,31 @@ def test_one_command_converts_and_verifies_a_model(
     assert any(note.startswith("pooling values loses") for note in done["notes"])
 
 
+@pytest.mark.parametrize(
+    ("options", "uses"),
+    [
+        ((), []),
+        (("--align",), ["heads were aligned"]),
+        (("--uptrain", "2"), ["the model was retrained"]),
+        (("--grouping", "similar", "--align", "keys"), ["heads were grouped", "heads were aligned"]),
+    ],
+)
+def test_notes_name_what_texts_were_used_for(
+    options: tuple[str, ...], uses: list[str], folders: dict[str, Path], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    code, stdout, err = run_command(
+        capsys, folders["ours"], "--kv", "2", *options, "--data", folders["texts"], "--out", tmp_path / "out", *FAST,
+        "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    proof = json.loads(stdout)
+    assert [note for note in proof["notes"] if "the proof" in note] == [
+        f"{use} with 6 texts that the proof does not use" for use in uses
+    ]
+    assert proof["texts"] == (5 if uses else 11)
+
+
 @pytest.mark.parametrize("form", ["mha", "latent", "collaborative=24", "routed=2,2"])
 def test_other_forms(form: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     name, out = "gpt" if form.startswith("coll") else "ours", tmp_path / "out"

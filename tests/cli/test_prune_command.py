@@ -141,8 +141,32 @@ def test_the_terminal_shows_progress_and_result(
     assert code == 0, err
     assert stdout.startswith("gpt2: 5 of 8 heads kept, all but the listed heads")
     assert max(map(len, stdout.replace(str(out), "OUT").splitlines())) <= 80
-    assert "heads were chosen by 6 texts that the proof does not use" in stdout
+    assert "mean outputs were computed with 6 texts that the proof does not use" in stdout
+    assert "heads were chosen" not in stdout
     assert [len(keep) for keep in json.loads((out / "heads.json").read_text())["change"]["keep"].values()] == [2, 3]
+
+
+def test_a_share_that_is_no_number_of_groups_is_reported(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = {
+        "model_type": "llama", "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 300,
+        "num_hidden_layers": 2, "intermediate_size": 20, "max_position_embeddings": 64,
+    }  # fmt: skip
+    net = hw.build(hw.families.read_model_spec(config), seed=0)
+    net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
+    hw.save(net, tmp_path / "groups")
+    code, stdout, err = run_command(
+        capsys, tmp_path / "groups", "--keep", "0.75", "--by", "random", "--data", folders["texts"],
+        "--out", tmp_path / "out", *FAST,
+    )  # fmt: skip
+    assert code == 0, err
+    assert heads(tmp_path / "out") == [6, 6]
+    note = "keep=0.75 was rounded to whole key-value groups: 6 of 9 heads (0.667) in each layer"
+    assert note in " ".join(stdout.split())
+    assert note in json.loads((tmp_path / "out" / "proof.json").read_text())["notes"]
+    assert "heads were chosen" not in stdout  # at random, so that the proof takes all 11 texts
+    assert json.loads((tmp_path / "out" / "proof.json").read_text())["texts"] == 11
 
 
 def test_the_same_plan_again_and_not_for_another_model(

@@ -11,6 +11,7 @@ import torch
 
 import headwise as hw
 from headwise.head_analysis.annotated_examples import Example
+from headwise.surgery.attention_replacement import remove_heads
 from headwise.surgery.verification.quality_metrics import measure_quality
 from headwise.viewer import bundled_sample, lab_checks
 from headwise.viewer.lab_actions import compute_effect, continue_text
@@ -67,6 +68,23 @@ def test_a_wrong_ablation_is_found(gpt: tuple[OpenModel, Any, torch.Tensor]):
         apart = (without_heads(net, SITE, [1])(ids) - without_heads(net, SITE, [2])(ids)).abs().max().item()
     assert not found["same"]
     assert found["apart"] == pytest.approx(apart, rel=1e-3)
+
+
+def test_a_wrong_head_of_16_bits_is_found_in_float32(
+    gpt: tuple[OpenModel, Any, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+):
+    _, net, ids = gpt
+    half = copy.deepcopy(net).bfloat16()
+    with torch.no_grad():
+        half.state_dict()[f"{SITE}.output.o"].mul_(1e-3)  # so that no head matters beyond the rounding of 16 bits
+    model = OpenModel(hw.trace(half, ids, log=lambda _: None), half)
+    right = compute_effect(model, {"heads": [[1, 0]]}, progress())["check"]
+    assert (right["dtype"], right["same"]) == ("float32", True)
+    monkeypatch.setattr(
+        "headwise.surgery.attention_replacement.remove_heads", lambda net, keep: remove_heads(net, {SITE: [0, 1, 2]})
+    )
+    wrong = compute_effect(model, {"heads": [[1, 0]]}, progress())["check"]
+    assert (wrong["dtype"], wrong["same"]) == ("float32", False)
 
 
 def test_other_ablations_say_why_they_are_not_checked(gpt: tuple[OpenModel, Any, torch.Tensor]):

@@ -93,7 +93,8 @@ def test_a_share_keeps_the_heads_that_the_library_ranks_highest(sample: OpenMode
     lines = list(bundled_sample.TEXTS)
     arguments = {"keep": 0.5, "by": "michel", "per": "model", "texts": lines}
     net = bundled_sample.load_sample_model()
-    selection, _, _ = split_examples(examples_from_lines(net, lines).examples_with_frequencies())
+    examples = examples_from_lines(net, lines).examples_with_frequencies()
+    selection, _, _ = split_examples(examples, ["heads were chosen"])
     expected = hw.prune(net, KeepTop(0.5, HeadRanking("michel"), "model"), selection)
     names = [layer.name for layer in sample.get_trace().layers]
     planned = surgery_actions.plan_pruning(sample, arguments, progress())

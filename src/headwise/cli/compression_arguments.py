@@ -128,7 +128,7 @@ def check_compression_arguments(args: argparse.Namespace) -> None:
 
 @dataclass
 class CompressionRun:
-    """The original model, the texts that heads are chosen by, the texts of the proof, and notes for its report."""
+    """The original model, the texts that it is changed by, the texts of the proof, and notes for its report."""
 
     args: argparse.Namespace
     net: Transformer
@@ -143,7 +143,6 @@ class CompressionRun:
         """Check all arguments, then read the model and the texts; nothing is written."""
         check_compression_arguments(args)
         task = None if args.task is None else parse_task(args, args.changes)
-        from ..head_analysis.annotated_examples import split_examples
         from ..hub.pretrained_models import load
         from ..surgery.curve_report import CURVES_FOLDER
         from ..surgery.hf_export.model_folder import COMPRESSED_MODEL
@@ -155,8 +154,17 @@ class CompressionRun:
         attach_named_tokenizer(model, args)
         examples, reading_notes = read_examples(model, args, task)
         _check_model(model, args, examples[0])
-        selection, proof, split_note = split_examples(examples)
-        return CompressionRun(args, model, selection, proof, task, [split_note, *reading_notes])
+        return CompressionRun(args, model, examples, examples, task, [*reading_notes])
+
+    def split_texts(self, uses: Sequence[str]) -> None:
+        """Keep texts for the proof that the change does not use; `uses` is what the others are used for."""
+        from ..head_analysis.annotated_examples import split_examples
+
+        is_retrained = "uptrain" in self.args and self.args.uptrain is not None
+        has_own_texts = self.task is not None or (is_retrained and self.args.distill_data is not None)
+        retrained = ("the model was retrained",) if is_retrained and not has_own_texts else ()
+        self.selection_examples, self.proof_examples, notes = split_examples(self.proof_examples, (*uses, *retrained))
+        self.notes[:0] = notes
 
     @property
     def source(self) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import known_names
 from .argument_checks import check_choice, check_groups_of_config, check_minimum, check_routing_of_config
@@ -25,18 +25,14 @@ def main(argv: list[str]) -> int:
     check_groups_of_config(args.model, args.kv)
     conversion = _parse_conversion(args)
     run = CompressionRun.from_args(args)
+    run.split_texts(conversion.text_uses)
     from ..surgery.conversion import convert
     from ..surgery.pruning_plan import fingerprint_model
 
     result = convert(run.net, conversion, run.selection_examples, kind=args.where, log=run.report_progress)
     model, retraining = run.retrain(result.after)
-    equivalents: dict[str, Any] = {}
-    if result.equivalent is not None:
-        equivalents["aligned, before heads are pooled"] = lambda: result.equivalent
-    if conversion.is_exact:
-        equivalents["the new form, an exact rewrite"] = lambda: result.after
     record = result.data | {"model": fingerprint_model(run.net)} | retraining
-    return run.write_and_verify(model, conversion.summary, record, equivalents=equivalents)
+    return run.write_and_verify(model, conversion.summary, record, **result.proof_options)
 
 
 def _parser() -> CommandParser:

@@ -33,20 +33,15 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     _check_selection(args)
     run = CompressionRun.from_args(args)
-    from ..surgery.pruning import prune
+    from ..surgery.pruning import list_text_uses, prune
     from ..surgery.pruning_plan import fingerprint_model
 
-    result = prune(run.net, _selection(args, run), run.selection_examples, fold=args.fold, log=run.report_progress)
+    selection = _selection(args, run)
+    run.split_texts(list_text_uses(selection, args.fold))
+    result = prune(run.net, selection, run.selection_examples, fold=args.fold, log=run.report_progress)
     model, retraining = run.retrain(result.after)
     record = result.data | {"model": fingerprint_model(run.net)} | retraining
-    return run.write_and_verify(
-        model,
-        result.plan.summary,
-        record,
-        keep=dict(result.plan.changed_sites),
-        replacements=dict(result.head_constants),
-        ablation_pair=(result.removal_source, result.after),
-    )
+    return run.write_and_verify(model, result.plan.summary, record, **result.proof_options)
 
 
 def _parser() -> CommandParser:
@@ -285,6 +280,7 @@ def sweep_main(argv: list[str]) -> int:
     points = _parse_fractions(args.points)
     _check_sweep(args, points)
     run = CompressionRun.from_args(args)
+    run.split_texts(("heads were chosen",))
     from ..surgery.curve_report import render_terminal, to_report_data, write_report
     from ..surgery.pruning_curves import run_sweep
 

@@ -323,20 +323,14 @@ RETRAINING = UptrainingOptions(steps=1, batch=64, rate=1e-3, alpha=1.0, every=50
 def prune_half(net: Transformer, texts: Sequence[Example], progress: ProgressCallback) -> CompressedModel:
     """Keep the most important half of all heads; fold the mean outputs of the others into the bias."""
     pruned = prune(net, KeepTop(0.5, HeadRanking(num_examples=64), scope="model"), texts, fold="mean", log=progress)
-    verification = {
-        "keep": dict(pruned.plan.changed_sites),
-        "replacements": dict(pruned.head_constants),
-        "ablation_pair": (net, pruned.after),
-    }
-    return CompressedModel(pruned.after, pruned.plan.summary, pruned.data, verification)
+    return CompressedModel(pruned.after, pruned.plan.summary, pruned.data, pruned.proof_options)
 
 
 def convert_to_mqa(net: Transformer, texts: Sequence[Example], progress: ProgressCallback) -> CompressedModel:
     """Convert to MQA: align the key-value heads of each layer and replace them by their mean."""
     progress("aligning keys and values")
     converted = convert(net, Pool(1, align="both"), texts)
-    verification = {"equivalents": {"aligned, before heads are pooled": lambda: converted.equivalent}}
-    return CompressedModel(converted.after, converted.conversion.summary, converted.data, verification)
+    return CompressedModel(converted.after, converted.conversion.summary, converted.data, converted.proof_options)
 
 
 COMPRESSION_METHODS = (

@@ -188,13 +188,11 @@ def _shrink_attention(net: Transformer, site: str, heads: Sequence[int], constan
     _check_removable(net, site)
     if not heads:
         bias = output_without_heads(spec, weights, next(net.parameters()))
-        return AttentionChange(None, {"constant": bias if constant is None else bias + constant.to(bias)})
+        return AttentionChange(None, {"constant": bias if constant is None else _add_rounded(bias, constant)})
     smaller, weights_left = keep_heads(spec, weights, heads)
-    return (
-        AttentionChange(smaller, weights_left)
-        if constant is None
-        else add_constant(smaller, weights_left, constant.to(next(net.parameters())))
-    )
+    if constant is None:
+        return AttentionChange(smaller, weights_left)
+    return add_constant(smaller, weights_left, constant, next(net.parameters()))
 
 
 def _check_removable(net: Transformer, site: str) -> None:
@@ -216,10 +214,15 @@ def output_without_heads(spec: AttentionSpec, weights: Mapping[str, Tensor], lik
         return spec.merge.merge(zeros_BTOV, merge_weights)[0, 0]  # pyright: ignore[reportArgumentType] - weights are read by name only
 
 
-def add_constant(spec: AttentionSpec, weights: Mapping[str, Tensor], constant: Tensor) -> AttentionChange:
+def add_constant(spec: AttentionSpec, weights: Mapping[str, Tensor], constant: Tensor, like: Tensor) -> AttentionChange:
     """Add a vector to the output of a layer, through its output bias, which is created if there is none."""
     if "bias" not in field_defaults(type(spec.merge)):
         raise SpecError(f"{type(spec.merge).__name__} has no bias to add a constant to; use fold='none'")
-    bias = output_without_heads(spec, weights, constant)
+    bias = _add_rounded(output_without_heads(spec, weights, like), constant)
     biased = replace(spec, merge=replace(spec.merge, bias="o"))
-    return AttentionChange(biased, {**weights, "output.o_bias": bias + constant})
+    return AttentionChange(biased, {**weights, "output.o_bias": bias})
+
+
+def _add_rounded(bias: Tensor, constant: Tensor) -> Tensor:
+    """Return the sum of both in the dtype of the bias, rounded once."""
+    return (bias.double() + constant.to(bias.device).double()).to(bias)

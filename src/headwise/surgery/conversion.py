@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError, suggest
@@ -38,6 +39,7 @@ from .head_selection import DEFAULT_RANKING, HeadRanking, score_heads
 from .hf_export.model_folder import WrittenFolder
 from .model_and_texts import OriginalModel, read_model_and_texts, save_result
 from .pruning_plan import count_heads, fingerprint_model
+from .verification.model_comparison import cast_model, full_precision, parameter_dtype
 
 ALIGN_SIDES = {"none": "", "values": "v", "keys": "k", "both": "kv"}
 KV_NAMES = {"k": "keys", "v": "values"}
@@ -49,8 +51,9 @@ KVStatistics = Mapping[str, CrossProducts] | None
 class ConvertedLayer(NamedTuple):
     """Converted layer: its spec and weights, and the groups, errors and notes of the conversion.
 
-    `equivalent_weights` are aligned but not yet pooled: they compute the same function as before. `pooling_errors` is
-    the fraction of the keys' ("k") and values' ("v") squared norm that group means lose, unaligned and aligned.
+    Weights of 16 bits are converted in float32. `equivalent_weights` are aligned but not yet pooled: they compute the
+    same function as before. `pooling_errors` is the fraction of the keys' ("k") and values' ("v") squared norm that
+    group means lose, unaligned and aligned.
     """
 
     spec: AttentionSpec
@@ -78,6 +81,11 @@ class AttentionConversion(ABC):
     def needs_statistics(self) -> bool:
         """True if `convert_layer` needs keys and values collected over examples."""
         return False
+
+    @property
+    def text_uses(self) -> tuple[str, ...]:
+        """What texts are used for, as a note of a proof says it; empty if the conversion does not depend on texts."""
+        return () if self.importance_ranking is None else ("heads were chosen",)
 
     @property
     @abstractmethod
@@ -114,7 +122,13 @@ class Pool(AttentionConversion):
     @property
     def needs_statistics(self) -> bool:
         """True if `convert_layer` needs keys and values collected over examples."""
-        return self.align != "none" or self.grouping == "similar"
+        return bool(self.text_uses)
+
+    @property
+    def text_uses(self) -> tuple[str, ...]:
+        """What texts are used for: grouping by similarity, and alignment."""
+        grouped = ("heads were grouped",) if self.grouping == "similar" else ()
+        return (*grouped, *(("heads were aligned",) if self.align != "none" else ()))
 
     @property
     def summary(self) -> str:
@@ -258,11 +272,10 @@ MAX_STATISTICS = 2**26  # numbers of cross products collected in one pass over t
 
 @dataclass(frozen=True, eq=False)
 class ConversionResult:
-    """Model before and after; `equivalent` has aligned heads, not yet pooled, and computes the same as `before`."""
+    """Model before and after, and the converted layers before their weights are rounded to the dtype of the model."""
 
     before: Transformer
     after: Transformer
-    equivalent: Transformer | None
     conversion: AttentionConversion
     layers: Mapping[str, ConvertedLayer]
     notes: tuple[str, ...]
@@ -275,6 +288,39 @@ class ConversionResult:
 
     def __str__(self) -> str:
         return "\n".join([f"{self.before.spec.name}: {self.conversion.summary}", *self.notes])
+
+    @property
+    def equivalent(self) -> Transformer | None:
+        """The model with aligned heads, not yet pooled, which computes the same as `before`; None without alignment.
+
+        It is made anew at each access, in float32 if `before` has 16 bits.
+        """
+        aligned = {
+            site: AttentionChange(get_attention(self.before, site).spec, layer.equivalent_weights)
+            for site, layer in self.layers.items()
+            if layer.equivalent_weights is not None
+        }
+        return self._in_float32(aligned) if aligned else None
+
+    @property
+    def proof_options(self) -> dict[str, Any]:
+        """The arguments of `ProofOptions` that check this change."""
+        equivalents = dict[str, Callable[[], Any]]()
+        if any(layer.equivalent_weights is not None for layer in self.layers.values()):
+            equivalents["aligned, before heads are pooled"] = lambda: self.equivalent
+        if self.conversion.is_exact:
+            equivalents["the new form, an exact rewrite"] = self._converted_in_float32
+        return {
+            "equivalents": equivalents,
+            "surgery_pair": (self.before, self.after),
+            "exact_change": self._converted_in_float32,
+        }
+
+    def _converted_in_float32(self) -> Transformer:
+        return self._in_float32(_attention_changes(self.layers))
+
+    def _in_float32(self, changes: Mapping[str, AttentionChange]) -> Transformer:
+        return replace_attentions(cast_model(self.before, full_precision(parameter_dtype(self.before))), changes)
 
     @property
     def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -340,18 +386,23 @@ def convert(
             f"cannot collect keys and values from {len(examples)} texts. Give at least 2, or use align='none'"
         )
     layers = _convert_layers(net, strategy, sites, examples, log)
-    after = replace_attentions(
-        net, {site: AttentionChange(layer.spec, layer.weights) for site, layer in layers.items()}
-    )
-    equivalent = {
-        site: AttentionChange(get_attention(net, site).spec, layer.equivalent_weights)
-        for site, layer in layers.items()
-        if layer.equivalent_weights is not None
-    }
+    after = replace_attentions(net, _attention_changes(layers, parameter_dtype(net)))
     notes = [*_pooling_notes(layers), *(f"{site}: {note}" for site, layer in layers.items() for note in layer.notes)]
     notes += reading_notes
-    aligned = replace_attentions(net, equivalent) if equivalent else None
-    return ConversionResult(net, after, aligned, strategy, layers, tuple(notes), original)
+    return ConversionResult(net, after, strategy, layers, tuple(notes), original)
+
+
+def _attention_changes(
+    layers: Mapping[str, ConvertedLayer], dtype: torch.dtype = torch.float32
+) -> dict[str, AttentionChange]:
+    """Return the changes of all layers, with weights of float32 rounded to the dtype of the model."""
+    return {
+        site: AttentionChange(
+            layer.spec,
+            {name: w.to(dtype) if w.dtype == torch.float32 else w for name, w in layer.weights.items()},
+        )
+        for site, layer in layers.items()
+    }
 
 
 def _pooling_notes(layers: Mapping[str, ConvertedLayer]) -> Iterator[str]:
@@ -381,7 +432,10 @@ def _convert_layers(
         counted = count_items(batches, log, "collecting keys and values", "texts")
         statistics = collect_kv_statistics(net.eval(), counted, group) if conversion.needs_statistics else {}
         for site in group:
-            spec, weights = get_attention(net, site).spec, get_attention_parameters(net, site)
+            spec, parameters = get_attention(net, site).spec, get_attention_parameters(net, site)
+            weights = {
+                name: w.to(full_precision(w.dtype)) if w.is_floating_point() else w for name, w in parameters.items()
+            }
             importance = [scores.get((site, head), math.inf) for head in range(len(spec.score_head_of_output))]
             log(f"{site}: {conversion.summary}")
             try:

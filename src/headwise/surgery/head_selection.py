@@ -129,6 +129,11 @@ KEEP_SCOPES = ("layer", "stack", "model")
 class HeadSelection(ABC):
     """Strategy that chooses the heads a model keeps."""
 
+    @property
+    def text_uses(self) -> tuple[str, ...]:
+        """What texts are used for, as a note of a proof says it; empty if the choice does not depend on texts."""
+        return ("heads were chosen",)
+
     @abstractmethod
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         """Choose the heads to keep, judged by `examples`; `log` is called with progress messages."""
@@ -166,6 +171,11 @@ class KeepTop(HeadSelection):
         if type(self.min_units) is not int or self.min_units < 0:
             raise SpecError(f"min_units must be an int >= 0, got {self.min_units!r}")
 
+    @property
+    def text_uses(self) -> tuple[str, ...]:
+        """What texts are used for: the ranking of heads, unless it is random."""
+        return () if self.ranking.method == RANDOM else super().text_uses
+
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         log("ranking heads")
         scores, units_by_site = score_heads(net, examples, self.ranking, log), list_units(net.spec, self.unit)
@@ -180,7 +190,26 @@ class KeepTop(HeadSelection):
             "stack": "each layer, the same heads in all layers of a stack",
             "model": "the model",
         }[self.scope]
-        return PruningPlan.of(net.spec, keep, f"the most important of {scope} by {scores.method}", scores.notes)
+        notes = (*self._rounding_notes(keep, units_by_site), *scores.notes)
+        return PruningPlan.of(net.spec, keep, f"the most important of {scope} by {scores.method}", notes)
+
+    def _rounding_notes(
+        self, keep: Mapping[str, Sequence[int]], units_by_site: Mapping[str, tuple[HeadUnit, ...]]
+    ) -> Iterator[str]:
+        """Yield a note for every number of heads that is not the one asked for, because groups are kept whole."""
+        in_groups = {site: units for site, units in units_by_site.items() if len(units[0].heads) > 1}
+        counts = {site: (len(keep[site]), sum(len(unit.heads) for unit in units)) for site, units in in_groups.items()}
+        where = "each layer"
+        if self.scope == "model" and counts:
+            kept, heads = map(sum, zip(*counts.values(), strict=True))
+            counts, where = {"model": (kept, heads)}, "the model"
+        for kept, heads in dict.fromkeys(counts.values()):
+            asked = self.amount if isinstance(self.amount, int) else self.amount * heads
+            if abs(kept - asked) > 1e-6 * heads:
+                yield (
+                    f"keep={self.amount:g} was rounded to whole key-value groups: {kept} of {heads} heads "
+                    f"({kept / heads:.3f}) in {where}"
+                )
 
     def _select_per_layer(
         self, units_by_site: Mapping[str, tuple[HeadUnit, ...]], scores: HeadScores
@@ -239,6 +268,11 @@ class DropHeads(HeadSelection):
     """Remove the given heads, each a pair of site and index such as ("decoder.3.attention", 5)."""
 
     heads: tuple[HeadId, ...]
+
+    @property
+    def text_uses(self) -> tuple[str, ...]:
+        """Nothing: the heads are given."""
+        return ()
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         return PruningPlan.without(net.spec, self.heads, "all but the listed heads")
@@ -380,6 +414,11 @@ class PruneToBudget(HeadSelection):
     min_units: int = 0
     state_path: Path | None = None
     timing: TimingOptions = DEFAULT_TIMING
+
+    @property
+    def text_uses(self) -> tuple[str, ...]:
+        """What texts are used for: the ranking of heads, unless it is random, and a budget of the loss."""
+        return () if self.ranking.method == RANDOM and self.budget.kind != "loss" else super().text_uses
 
     def __post_init__(self) -> None:
         self.budget.validate()

@@ -24,6 +24,7 @@ from .head_selection import HeadSelection, KeepTop
 from .hf_export.model_folder import WrittenFolder
 from .model_and_texts import OriginalModel, read_model_and_texts, save_result
 from .pruning_plan import HeadId, PruningPlan, fingerprint_model
+from .verification.model_comparison import cast_model, full_precision, parameter_dtype
 from .weight_folding import fold_bias
 
 FOLD_MODES = ("none", "mean", "bias")
@@ -93,7 +94,17 @@ def _site_constant(net: Transformer, site: str, head_outputs: Mapping[HeadId, Te
     }
     with torch.no_grad():
         output = spec.merge.merge(outputs_BTOV, output_weights)[0, 0]  # pyright: ignore[reportArgumentType] - weights are read by name only
-    return (output - output_without_heads(spec, weights, like).double()).to(like.dtype)
+    return output - output_without_heads(spec, weights, like).double()
+
+
+def list_text_uses(selection: HeadSelection, fold: str) -> tuple[str, ...]:
+    """Return what a pruning uses texts for, as the notes of its proof say it.
+
+    >>> from headwise.surgery import DropHeads
+    >>> list_text_uses(DropHeads((("decoder.0.attention", 1),)), "none"), list_text_uses(DropHeads(()), "mean")
+    ((), ('mean outputs were computed',))
+    """
+    return (*selection.text_uses, *(("mean outputs were computed",) if fold == "mean" else ()))
 
 
 # --- Pruning -------------------------------------------------------------------------------------------
@@ -110,9 +121,29 @@ class PruningResult:
     removal_source: Transformer
     after: Transformer
     plan: PruningPlan
-    head_constants: Mapping[HeadId, Tensor]
+    constants: HeadConstants
     fold: str
     original: OriginalModel
+
+    @property
+    def head_constants(self) -> Mapping[HeadId, Tensor]:
+        """The constant outputs of removed heads, before the output projection; empty with fold="none"."""
+        return self.constants.head_outputs
+
+    @property
+    def proof_options(self) -> dict[str, Any]:
+        """The arguments of `ProofOptions` that check this change."""
+        return {
+            "keep": dict(self.plan.changed_sites),
+            "replacements": dict(self.head_constants),
+            "surgery_pair": (self.removal_source, self.after),
+            "exact_change": self._in_float32 if self.head_constants else None,
+        }
+
+    def _in_float32(self) -> Transformer:
+        """Remove the heads from a copy in float32, in which folded constants are not rounded to 16 bits."""
+        source = cast_model(self.removal_source, full_precision(parameter_dtype(self.removal_source)))
+        return remove_heads(source, self.plan.changed_sites, self.constants.site_constants)
 
     @property
     def data(self) -> dict[str, Any]:
@@ -175,7 +206,7 @@ def prune(
         source,
         remove_heads(source, plan.changed_sites, constants.site_constants),
         plan,
-        constants.head_outputs,
+        constants,
         fold,
         original,
     )

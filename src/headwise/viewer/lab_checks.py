@@ -15,13 +15,18 @@ from .model_worker import JobProgress
 from .open_model import AblatedHead, OpenModel
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..head_analysis.annotated_examples import Example
     from ..inspect.ablation import HeadPatch
     from ..inspect.hooks import AttentionHook
     from ..inspect.model_inputs import ModelInputs
+    from ..models import Transformer
+    from ..surgery.verification.model_comparison import OutputDifference
 
 
 NEW_TOKENS = 24  # of the texts that are compared
+HALF_TOLERANCE_STEPS = 16  # machine epsilons of the largest output, within which outputs of 16 bits agree
 LASTING_MODES = ("zero", "mean", "noise")  # replacements that need no other tokens
 
 
@@ -39,28 +44,50 @@ def check_by_removal(
     if options.tokens or any(head.mode != "zero" or head.scale != 0 for head in heads):
         return _unchecked("removing weights equals zero ablation at all tokens, and no other ablation")
     try:
-        values = _outputs_without_weights(model, heads)
+        native, smaller = _copy_without_weights(model, heads)
+        values = _run_open_text(model, smaller)
     except (ValueError, KeyError, IndexError, NotImplementedError) as error:
         return _unchecked(str(error))
     if values.shape != after.values.shape:
         return _unchecked("the copy without these heads has outputs of another shape")
-    from ..surgery.verification.model_comparison import OutputDifference
-
-    difference, largest = float((values - after.values).abs().max()), float(after.values.abs().max())
-    dtype = next((str(one.dtype) for one in model.get_model().parameters() if one.is_floating_point()), "torch.float32")
-    comparison = OutputDifference("", difference, largest, 1, dtype.removeprefix("torch."))
+    comparison = _compare(model, (native, smaller), heads, (values, after.values))
     return {"possible": True, "reason": "", **comparison.data, "areLogits": after.are_logits}
+
+
+def _compare(
+    model: OpenModel, nets: tuple[Transformer, Transformer], heads: Sequence[AblatedHead], values: tuple[Tensor, Tensor]
+) -> OutputDifference:
+    """Compare the outputs of both ways; if models of 16 bits agree within their rounding, compare in float32."""
+    import torch
+
+    from ..head_analysis.annotated_examples import Example
+    from ..inspect.ablation import ScaledOutput
+    from ..surgery.verification.model_comparison import (
+        ABLATION,
+        OUTPUT_TOLERANCE,
+        OutputDifference,
+        compare_outputs,
+        full_precision,
+        parameter_dtype,
+    )
+
+    difference, largest = float((values[0] - values[1]).abs().max()), float(values[1].abs().max())
+    dtype = parameter_dtype(nets[0])
+    is_rounded = dtype != full_precision(dtype)
+    tolerance = HALF_TOLERANCE_STEPS * torch.finfo(dtype).eps if is_rounded else OUTPUT_TOLERANCE
+    comparison = OutputDifference("", difference, largest, 1, str(dtype).removeprefix("torch."), tolerance)
+    if not is_rounded or not comparison.same:
+        return comparison
+    example = Example(dict(id_inputs(nets[0], model.get_recorded())), {})
+    return compare_outputs(ABLATION, nets, [example], {(one.site, one.head): ScaledOutput(0.0) for one in heads})
 
 
 def _unchecked(reason: str) -> dict[str, Any]:
     return {"possible": False, "reason": reason}
 
 
-def _outputs_without_weights(model: OpenModel, heads: Sequence[AblatedHead]) -> Any:
-    """The outputs of a copy of the model without these heads, for the first text, in float64."""
-    import torch
-
-    from ..head_analysis.objectives import get_output_tensor
+def _copy_without_weights(model: OpenModel, heads: Sequence[AblatedHead]) -> tuple[Transformer, Transformer]:
+    """The model as a headwise model, and a copy of it without these heads."""
     from ..surgery.attention_replacement import remove_heads
 
     native = get_native_copy(model.get_model())
@@ -73,9 +100,17 @@ def _outputs_without_weights(model: OpenModel, heads: Sequence[AblatedHead]) -> 
         site: [head for head in range(counts[site]) if (site, head) not in {(one.site, one.head) for one in heads}]
         for site in dict.fromkeys(one.site for one in heads)
     }
-    smaller = remove_heads(native, keep).eval()
+    return native, remove_heads(native, keep).eval()
+
+
+def _run_open_text(model: OpenModel, net: Transformer) -> Tensor:
+    """The outputs of a headwise model for the first text, in float64."""
+    import torch
+
+    from ..head_analysis.objectives import get_output_tensor
+
     with torch.inference_mode():
-        output = smaller(**id_inputs(smaller, model.get_recorded()))
+        output = net(**id_inputs(net, model.get_recorded()))
     values = get_output_tensor(output)
     return values[0].double() if values.dim() == 3 else values[:1].double()
 

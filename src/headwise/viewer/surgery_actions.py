@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,7 +39,6 @@ class PruningRequest(NamedTuple):
     selection: HeadSelection
     fold: str
     options: tuple[str, ...]
-    needs_texts: bool
 
 
 class ConversionRequest(NamedTuple):
@@ -48,7 +47,6 @@ class ConversionRequest(NamedTuple):
     conversion: AttentionConversion
     where: str
     options: tuple[str, ...]
-    needs_texts: bool
 
 
 class SurgeryTexts(NamedTuple):
@@ -76,15 +74,15 @@ def read_pruning(model: OpenModel, arguments: Mapping[str, Any]) -> PruningReque
     if selections == ["heads"]:
         heads = [(head.site, head.head) for head in read_heads(model, arguments)]
         options = ("--heads", *list_heads(heads), *fold_options)
-        return PruningRequest(DropHeads(tuple(heads)), fold, options, fold == "mean")
+        return PruningRequest(DropHeads(tuple(heads)), fold, options)
     if selections == ["clusters"]:
         options = ("--clusters", "--by", method, *fold_options)
-        return PruningRequest(KeepOnePerCluster(ranking), fold, options, needs_texts=True)
+        return PruningRequest(KeepOnePerCluster(ranking), fold, options)
     amount, scope = arguments["keep"], read_text(arguments, "per", "layer")
     if type(amount) not in (int, float):
         raise ValueError(f"keep={amount!r} is no share or number of heads; give for example 0.5")
     options = ("--keep", repr(amount), "--by", method, "--per", scope, *fold_options)
-    return PruningRequest(KeepTop(amount, ranking, scope), fold, options, method != "random" or fold == "mean")
+    return PruningRequest(KeepTop(amount, ranking, scope), fold, options)
 
 
 def list_heads(heads: Sequence[tuple[str, int]]) -> list[str]:
@@ -117,17 +115,17 @@ def read_conversion(arguments: Mapping[str, Any]) -> ConversionRequest:
             () if pool.grouping == "consecutive" else ("--grouping", pool.grouping)
         )
         options = ("--kv", str(pool.kv), *pooling, *where_options)
-        return ConversionRequest(pool, where, options, pool.needs_statistics)
+        return ConversionRequest(pool, where, options)
     if form == "collaborative":
         width = _read_number(arguments, "width", 1)
         options = ("--to", f"collaborative={width}", *where_options)
-        return ConversionRequest(ToCollaborative(width), where, options, needs_texts=False)
+        return ConversionRequest(ToCollaborative(width), where, options)
     if form == "routed":
         always, active = _read_number(arguments, "always", 0), _read_number(arguments, "active", 1)
         options = ("--to", f"routed={always},{active}", *where_options)
-        return ConversionRequest(ToMixtureOfHeads(always, active), where, options, needs_texts=True)
+        return ConversionRequest(ToMixtureOfHeads(always, active), where, options)
     exact = ToMHA() if form == "mha" else ToLatent()
-    return ConversionRequest(exact, where, ("--to", form, *where_options), needs_texts=False)
+    return ConversionRequest(exact, where, ("--to", form, *where_options))
 
 
 def _read_number(arguments: Mapping[str, Any], name: str, least: int) -> int:
@@ -152,8 +150,11 @@ def read_native_model(model: OpenModel) -> Transformer:
     return load(Path(model.target))
 
 
-def read_texts(net: Transformer, model: OpenModel, arguments: Mapping[str, Any]) -> SurgeryTexts:
-    """Read the texts of a job, one a line, as `--data` of the commands does; without any, the open text."""
+def read_texts(net: Transformer, model: OpenModel, arguments: Mapping[str, Any], uses: Sequence[str]) -> SurgeryTexts:
+    """Read the texts of a job, one a line, as `--data` of the commands does; without any, the open text.
+
+    `uses` is what the change of the model uses texts for.
+    """
     from ..head_analysis.annotated_examples import examples_from_lines, split_examples
 
     lines = arguments.get("texts") or [read_open_text(model)]
@@ -168,8 +169,8 @@ def read_texts(net: Transformer, model: OpenModel, arguments: Mapping[str, Any])
             f"a proof needs at least {MIN_TEXTS} texts, because its intervals are over texts, and {len(examples)} can "
             f"be read{reasons}; give more texts, one a line"
         )
-    selection, proof, note = split_examples(examples)
-    return SurgeryTexts(tuple(lines), selection, proof, (note, *reader.notes))
+    selection, proof, notes = split_examples(examples, uses)
+    return SurgeryTexts(tuple(lines), selection, proof, (*notes, *reader.notes))
 
 
 def read_open_text(model: OpenModel) -> str:
@@ -311,12 +312,13 @@ def _find_refusal(net: Transformer, conversion: AttentionConversion) -> str:
 
 def plan_pruning(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
     """The heads that a pruning would remove, and the sizes before and after it; nothing is written."""
-    from ..surgery.pruning import prune
+    from ..surgery.pruning import list_text_uses, prune
     from ..surgery.verification.efficiency import compare_cost
 
     request, net = read_pruning(model, arguments), read_native_model(model)
     log = StepLog(progress, SELECTION_STEPS)
-    examples = read_texts(net, model, arguments).selection if request.needs_texts else []
+    uses = list_text_uses(request.selection, request.fold)
+    examples = read_texts(net, model, arguments, uses).selection if uses else []
     result = prune(net, request.selection, examples, fold=request.fold, log=log)
     sites = {layer.name: number for number, layer in enumerate(model.get_trace().layers)}
     return {
@@ -352,18 +354,17 @@ def plan_conversion(model: OpenModel, arguments: Mapping[str, Any], progress: Jo
 
 def prune_heads(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
     """Write a copy of the model without some heads to a new folder, with the proof that it equals their ablation."""
-    from ..surgery.pruning import prune
+    from ..surgery.pruning import list_text_uses, prune
     from ..surgery.verification.proof import ProofOptions
 
     folder, request = new_folder(model, arguments), read_pruning(model, arguments)
     net = read_native_model(model)
-    texts = read_texts(net, model, arguments)
+    texts = read_texts(net, model, arguments, list_text_uses(request.selection, request.fold))
     log = StepLog(progress, SELECTION_STEPS + PROOF_STEPS)
     result = prune(net, request.selection, texts.selection, fold=request.fold, log=log)
     options = ProofOptions(
         result.plan.summary,
-        keep=dict(result.plan.changed_sites),
-        replacements={**result.head_constants},
+        **result.proof_options,
         notes=(*texts.notes, *result.plan.notes),
         command=format_command(model, "prune", request.options, folder),
     )
@@ -377,17 +378,12 @@ def convert_heads(model: OpenModel, arguments: Mapping[str, Any], progress: JobP
 
     folder, request = new_folder(model, arguments), read_conversion(arguments)
     net = read_native_model(model)
-    texts = read_texts(net, model, arguments)
+    texts = read_texts(net, model, arguments, request.conversion.text_uses)
     log = StepLog(progress, len(dict(net.spec.attention_specs())) + 1 + PROOF_STEPS)
     result = convert(net, request.conversion, texts.selection, kind=request.where, log=log)
-    equivalents: dict[str, Callable[[], Any]] = {}
-    if result.equivalent is not None:
-        equivalents["aligned, before heads are pooled"] = lambda: result.equivalent
-    if request.conversion.is_exact:
-        equivalents["the new form, an exact rewrite"] = lambda: result.after
     options = ProofOptions(
         request.conversion.summary,
-        equivalents=equivalents,
+        **result.proof_options,
         notes=(*texts.notes, *result.notes),
         command=format_command(model, "convert", request.options, folder),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import tempfile
@@ -18,10 +19,10 @@ from ...errors import SpecError
 from ...hub.pretrained_models import load_transformers_folder
 from ...machine.python_processes import python_command
 from ...model_spec import StackSpec
-from ...models import Transformer, build
+from ...models import Transformer
+from ..verification.model_comparison import OUTPUT_TOLERANCE, cast_model, parameter_dtype
 from .shard_rewrite import CanonicalForm
 
-TOLERANCE = 1e-5  # relative to the largest output
 INPUT_LENGTH = 9
 FIRST_TOKEN = 3  # smaller ids are often padding, begin and end of text
 TIMEOUT_SECONDS = 900
@@ -62,7 +63,7 @@ def max_relative_difference(model):
         shared = [n for n in expected if outputs.get(n) is not None and outputs[n].shape == expected[n].shape]
         if not shared:
             outputs, shared = model.base_model(**inputs), ["last_hidden_state"]
-    return max(float(((outputs[n] - expected[n]).abs().max()) / expected[n].abs().max().clamp(min=1)) for n in shared)
+    return max(float(((outputs[n] - expected[n]).abs().max()) / expected[n].abs().max()) for n in shared)
 
 match, errors = None, []
 for number, modules in enumerate(options["modules"] or [None]):
@@ -97,9 +98,10 @@ def check_load(
     reloaded = load_transformers_folder(folder)
     if changed := _find_changed_tensor(reloaded, form):
         raise SpecError(f"{changed} differs after reading the folder back")
-    expected = _sample_inputs_and_outputs(_to_float32(net, next(reloaded.parameters()).dtype))
-    for name, output in _sample_inputs_and_outputs(reloaded.float()).items():
-        if not bool(((output - expected[name]).abs() <= TOLERANCE * expected[name].abs().max().clamp(min=1)).all()):
+    on_cpu = net if next(net.parameters()).device.type == "cpu" else copy.deepcopy(net).cpu()
+    expected = _sample_inputs_and_outputs(cast_model(on_cpu, torch.float32, stored=parameter_dtype(reloaded)))
+    for name, output in _sample_inputs_and_outputs(cast_model(reloaded, torch.float32)).items():
+        if not bool(((output - expected[name]).abs() <= OUTPUT_TOLERANCE * expected[name].abs().max()).all()):
             raise SpecError("outputs differ after reading the folder back")
     del reloaded
     if find_spec("transformers") is None:
@@ -107,7 +109,7 @@ def check_load(
     with tempfile.TemporaryDirectory() as temporary:
         data, options = f"{temporary}/data.safetensors", Path(temporary, "options.json")
         Path(data).write_bytes(save(expected))
-        options.write_text(json.dumps({"modules": list(candidates), "tolerance": TOLERANCE}))
+        options.write_text(json.dumps({"modules": list(candidates), "tolerance": OUTPUT_TOLERANCE}))
         return _run_loader(python_command("-I", "-B", "-c", DRIVER, str(folder), data, str(options)))
 
 
@@ -135,19 +137,6 @@ def _find_changed_tensor(reloaded: Transformer, form: CanonicalForm) -> str:
         if name not in tensors or not torch.equal(tensors[name], tensor.cpu().to(tensors[name].dtype)):
             return name
     return ""
-
-
-def _to_float32(net: Transformer, dtype: torch.dtype) -> Transformer:
-    """Return a float32 copy of the model, with parameters rounded to the dtype of the files first."""
-    with torch.device("meta"):
-        copy = build(net.spec)
-    tensors = {name: t.detach().cpu() for name, t in net.state_dict().items()}
-    parameter_names = {name for name, _ in net.named_parameters()}
-    copy.load_state_dict(
-        {n: t.to(dtype).float() if n in parameter_names else t for n, t in tensors.items()}, assign=True
-    )
-    copy.usage = net.usage
-    return copy.eval()
 
 
 def _sample_inputs_and_outputs(net: Transformer) -> dict[str, Tensor]:

@@ -458,6 +458,11 @@ class PhaseSpeed:
         return "faster" if self.low > 1 else "slower" if self.high < 1 else "as fast"
 
     @property
+    def has_verdict(self) -> bool:
+        """True if the rounds are many and similar enough for the speedup to mean something."""
+        return self.rounds >= MIN_ROUNDS and self.spread <= MAX_SPREAD
+
+    @property
     def data(self) -> dict[str, Any]:
         """The fields as JSON-serialisable values."""
         return asdict(self) | {"peak_bytes": list(self.peak_bytes), "verdict": self.verdict}

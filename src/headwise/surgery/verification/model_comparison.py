@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from ...head_analysis.objectives import get_output_tensor
 from ...inspect.ablation import HeadPatch, HeadRef, ScaledOutput, patch
 from ...inspect.hooks import ModelRun
 from ...inspect.model_inputs import ModelInputs, prepare_inputs
-from ...models import Transformer
+from ...models import Transformer, build
 
 
 class OutputAndStates(NamedTuple):
@@ -52,7 +51,10 @@ def compute_output_and_states(net: Transformer, inputs: ModelInputs) -> OutputAn
 def compute_output(model: nn.Module, inputs: ModelInputs) -> Tensor:
     """Return the output of a model; raise ValueError if it contains NaN or inf, which cannot be compared."""
     with torch.inference_mode():
-        output = get_output_tensor(ModelRun(model, inputs).run())
+        return _check_finite(model, get_output_tensor(ModelRun(model, inputs).run()))
+
+
+def _check_finite(model: object, output: Tensor) -> Tensor:
     if not bool(output.isfinite().all()):
         raise ValueError(
             f"{type(model).__name__} produced NaN or inf on this text; check the weights, or drop the text"
@@ -143,28 +145,32 @@ class AgreementAccumulator:
 
 MAX_DOUBLE_PARAMETERS = 2 * 10**7  # largest number of parameters for a comparison in double precision
 MAX_DOUBLE_TEXTS = 16  # texts compared in double precision
-# Tolerated difference in machine epsilons, for dtypes of 32 bits or more and for 16-bit dtypes.
-TOLERANCE_STEPS, HALF_TOLERANCE_STEPS = 1024, 16
-FULL_PRECISION_BITS = 32
+# Tolerated difference in float32 and in float64, relative to the largest output.
+OUTPUT_TOLERANCE, DOUBLE_TOLERANCE = 1e-4, 1e-10
 ModelCall = Callable[..., Any]  # any model that takes the arguments of the headwise model
+Patches = Mapping[HeadRef, HeadPatch | Tensor]
+NO_PATCHES: Patches = {}
+ABLATION = "heads ablated vs. removed"
 
 
 @dataclass(frozen=True)
 class OutputDifference:
-    """Largest absolute difference of two models' outputs over texts; `largest` is the largest absolute output."""
+    """Largest absolute difference of two models' outputs over texts; `largest` is the largest absolute output.
+
+    `tolerance` is relative to the largest output.
+    """
 
     what: str
     apart: float
     largest: float
     texts: int
     dtype: str
+    tolerance: float = OUTPUT_TOLERANCE
 
     @property
     def allowed(self) -> float:
-        """Tolerance for rounding."""
-        info = torch.finfo(getattr(torch, self.dtype))
-        steps = TOLERANCE_STEPS if info.bits >= FULL_PRECISION_BITS else HALF_TOLERANCE_STEPS
-        return steps * info.eps * max(1.0, self.largest)
+        """Largest absolute difference that counts as rounding."""
+        return self.tolerance * self.largest
 
     @property
     def same(self) -> bool:
@@ -175,6 +181,70 @@ class OutputDifference:
     def data(self) -> dict[str, Any]:
         """The fields as JSON-serialisable values."""
         return asdict(self) | {"allowed": self.allowed, "same": self.same}
+
+
+def parameter_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of a model's first parameter."""
+    return next(model.parameters()).dtype
+
+
+def full_precision(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which models of `dtype` are compared: float32, or float64 if that is their own.
+
+    >>> full_precision(torch.bfloat16), full_precision(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.promote_types(dtype, torch.float32)
+
+
+def cast_model(net: Transformer, dtype: torch.dtype, stored: torch.dtype | None = None) -> Transformer:
+    """Return a copy of a model in eval mode with parameters in `dtype`, first rounded to the dtype `stored` if given.
+
+    Other floating-point tensors, such as rotary angles, lose no precision.
+    """
+    with torch.device("meta"):
+        copy = build(net.spec)
+    parameter_names = {name for name, _ in net.named_parameters()}
+
+    def cast(name: str, tensor: Tensor) -> Tensor:
+        if name in parameter_names:
+            return tensor.to(stored or tensor.dtype).to(dtype)
+        is_float = tensor.is_floating_point()
+        return tensor.to(torch.promote_types(tensor.dtype, dtype)) if is_float else tensor
+
+    tensors = {name: cast(name, tensor.detach()) for name, tensor in net.state_dict().items()}
+    copy.load_state_dict(tensors, assign=True)
+    copy.usage = net.usage
+    return copy.eval()
+
+
+def compare_outputs(
+    what: str,
+    models: tuple[Transformer, ModelCall],
+    examples: Sequence[Example],
+    patches: Patches = NO_PATCHES,
+    dtype: torch.dtype | None = None,
+) -> OutputDifference:
+    """Compare the outputs of two models that must be equal, with `patches` of head outputs in the first.
+
+    Models of 16 bits are compared in float32, because their rounding would hide a wrong head: on the first example
+    only, with a copy of one model at a time. `dtype` is another precision to compare in. A second model that is not a
+    headwise model is called as it is.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0).bfloat16()
+    >>> same = compare_outputs("itself", (net, net), [Example({"x": torch.tensor([[3, 1, 4]])}, {})])
+    >>> same.apart, same.dtype, same.tolerance
+    (0.0, 'float32', 0.0001)
+    """
+    first, second = models
+    own_dtype = parameter_dtype(first)
+    dtype = dtype or full_precision(own_dtype)
+    inputs = _iter_inputs(first, examples if dtype == own_dtype else examples[:1], dtype)
+    runs = partial(_run_in_dtype, dtype, first, patches), partial(_run_in_dtype, dtype, second, NO_PATCHES)
+    tolerance = DOUBLE_TOLERANCE if dtype == torch.float64 else OUTPUT_TOLERANCE
+    return OutputDifference(what, *_max_difference(inputs, *runs), _dtype_name(dtype), tolerance)
 
 
 def compare_ablated(
@@ -196,14 +266,27 @@ def compare_ablated(
     [0.0, 0.0]
     """
     patches = build_ablations(before, keep, replacements or {})
-    what = "heads ablated vs. removed"
-    differences = [_compare_with_patches(what, (before, after), examples, patches)]
-    if sum(p.numel() for p in before.parameters()) <= MAX_DOUBLE_PARAMETERS and differences[0].dtype != "float64":
-        double_nets = tuple(copy.deepcopy(net).double() for net in (before, after))
-        in_double = _compare_with_patches(f"{what}, float64", double_nets, examples[:MAX_DOUBLE_TEXTS], patches)
-        # Folded constants have the precision of the model, so its tolerance applies.
-        differences.append(replace(in_double, dtype=differences[0].dtype) if replacements else in_double)
+    differences = [compare_outputs(ABLATION, (before, after), examples, patches)]
+    is_small = sum(p.numel() for p in before.parameters()) <= MAX_DOUBLE_PARAMETERS
+    # A constant that was folded into a bias has the precision of the model, so it is not compared in float64.
+    if is_small and not replacements and parameter_dtype(before) != torch.float64:
+        doubles = cast_model(before, torch.float64), cast_model(after, torch.float64)
+        differences.append(compare_outputs(f"{ABLATION}, float64", doubles, examples[:MAX_DOUBLE_TEXTS], patches))
     return tuple(differences)
+
+
+def compare_weights(what: str, after: Transformer, exact: Transformer) -> OutputDifference:
+    """Compare the weights of a changed model with those of the same change made in float32.
+
+    The difference of each tensor is relative to its largest value and within one machine epsilon if it was rounded.
+    """
+    dtype, difference = parameter_dtype(after), 0.0
+    expected = {name: parameter.detach() for name, parameter in exact.named_parameters()}
+    for name, parameter in after.named_parameters():
+        wide = expected[name]
+        error = (parameter.detach().to(wide) - wide).abs().max() / wide.abs().max().clamp_min(1e-30)
+        difference = max(difference, float(error))
+    return OutputDifference(what, difference, 1.0, 0, _dtype_name(dtype), torch.finfo(dtype).eps)
 
 
 def build_ablations(
@@ -231,40 +314,19 @@ def build_ablations(
     return patches
 
 
-def compare_reloaded(
-    what: str, after: Transformer, model_call: ModelCall, examples: Sequence[Example]
-) -> OutputDifference:
-    """Compare the outputs of a model with those of another call, such as the model read back from disk."""
-    return OutputDifference(
-        what,
-        *_max_difference(
-            _iter_inputs(after, examples), partial(compute_output, after), partial(_call_model, model_call)
-        ),
-    )
+def _run_in_dtype(dtype: torch.dtype, model: ModelCall, patches: Patches, inputs: ModelInputs) -> Tensor:
+    """Return the output of a model, or of a copy of a headwise model in this dtype."""
+    if isinstance(model, Transformer) and parameter_dtype(model) != dtype:
+        model = cast_model(model, dtype)
+    if not isinstance(model, nn.Module):
+        with torch.inference_mode():
+            return _check_finite(model, get_output_tensor(model(*inputs.args, **inputs.kwargs)))
+    with patch(model, patches) if patches else nullcontext():
+        return compute_output(model, inputs)
 
 
-def _call_model(model_call: ModelCall, inputs: ModelInputs) -> Tensor:
-    with torch.inference_mode():
-        return get_output_tensor(model_call(*inputs.args, **inputs.kwargs))
-
-
-def _compare_with_patches(
-    what: str, nets: tuple[Transformer, ...], examples: Sequence[Example], patches: Mapping[HeadRef, HeadPatch | Tensor]
-) -> OutputDifference:
-    before, after = nets
-    patched: AbstractContextManager[Any] = patch(before, patches) if patches else nullcontext()
-    with patched:
-        return OutputDifference(
-            what,
-            *_max_difference(
-                _iter_inputs(before, examples), partial(compute_output, before), partial(compute_output, after)
-            ),
-        )
-
-
-def _iter_inputs(net: Transformer, examples: Sequence[Example]) -> Iterator[ModelInputs]:
-    """Yield the inputs of every example, with floating-point tensors in the dtype of the model."""
-    dtype = next(net.parameters()).dtype
+def _iter_inputs(net: Transformer, examples: Sequence[Example], dtype: torch.dtype) -> Iterator[ModelInputs]:
+    """Yield the inputs of every example, with floating-point tensors in this dtype."""
     for example in examples:
         inputs = prepare_inputs(net, example.model_inputs, 0)
         yield replace(
@@ -278,13 +340,17 @@ def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _max_difference(
     inputs_of_texts: Iterator[ModelInputs],
     call_first: Callable[[ModelInputs], Tensor],
     call_second: Callable[[ModelInputs], Tensor],
-) -> tuple[float, float, int, str]:
-    """Return the largest difference, the largest absolute output, the number of texts, and the dtype."""
-    difference, largest, count, dtype = 0.0, 0.0, 0, ""
+) -> tuple[float, float, int]:
+    """Return the largest difference, the largest absolute output, and the number of texts."""
+    difference, largest, count = 0.0, 0.0, 0
     for count, inputs in enumerate(inputs_of_texts, 1):
         first, second = call_first(inputs), call_second(inputs)
         if first.shape != second.shape:
@@ -294,5 +360,4 @@ def _max_difference(
             )
         difference = max(difference, float((first.double() - second.to(first.device).double()).abs().max()))
         largest = max(largest, float(first.abs().max()))
-        dtype = str(first.dtype).removeprefix("torch.")
-    return difference, largest, count, dtype
+    return difference, largest, count

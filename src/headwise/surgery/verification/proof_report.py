@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ...costs.cost_report import format_count
 from ...escaping import escape_markdown, escape_terminal
 from .efficiency import AttentionSize, CostPair
-from .model_comparison import HALF_TOLERANCE_STEPS, TOLERANCE_STEPS
+from .model_comparison import DOUBLE_TOLERANCE, OUTPUT_TOLERANCE, OutputDifference
 from .proof import ModelProof
 from .quality_metrics import MAX_EQUAL_CHANGE, IntervalEstimate, MetricRow, describe_change
 
@@ -81,14 +81,14 @@ def _summary_section(proof: ModelProof) -> Iterator[str]:
 def iter_summary(proof: ModelProof) -> Iterator[str]:
     """Yield a summary of the proof, one sentence per comparison."""
     if proof.equal:
-        worst = max(proof.equal, key=lambda difference: difference.apart / difference.allowed)
+        outputs = [difference for difference in proof.equal if difference.texts]
+        worst = max(outputs, key=lambda difference: difference.apart / (difference.allowed or 1.0))
         checks = f"{len(proof.equal)} check{'s' if len(proof.equal) > 1 else ''}"
         result = "equal up to rounding" if proof.holds else "NOT equal"
         yield f"Outputs in {checks}: {result} (largest difference {worst.apart:.1e}, {worst.what})."
     yield proof.savings.summary
     for phase in proof.speeds.phases:
-        too_few = phase.verdict.startswith("too few")
-        verdict = phase.verdict if too_few else f"{phase.speedup:.2f} times as fast ({phase.verdict})"
+        verdict = f"{phase.speedup:.2f} times as fast ({phase.verdict})" if phase.has_verdict else phase.verdict
         yield f"{phase.phase.capitalize()}: {verdict}."
     row = proof.quality.rows[0]
     yield f"{_describe_change(row, proof.quality.objective)}, over {proof.quality.texts} texts."
@@ -138,22 +138,25 @@ def _equivalence_section(proof: ModelProof) -> Iterator[str]:
     if not proof.equal:
         yield "No equality was checked."
         return
-    rows = [
-        (
-            to_one_line(check.what),
-            f"{check.apart:.1e}",
-            f"{check.allowed:.1e}",
-            str(check.texts),
-            "yes" if check.same else "NO",
-        )
-        for check in proof.equal
-    ]
+    rows = [_difference_row(check, f"{check.allowed:.1e}", "yes" if check.same else "NO") for check in proof.equal]
+    rows += [_difference_row(difference, "-", "-") for difference in proof.rounding]
     yield from format_table(("outputs compared", "difference", "tolerance", "texts", "equal"), rows)
     yield ""
     yield from wrap_text(
-        f"Difference is the largest absolute difference of any output on any text. Tolerance is {TOLERANCE_STEPS:,} "
-        f"machine epsilons of the dtype ({HALF_TOLERANCE_STEPS} for 16-bit dtypes) times the largest output."
+        "Difference is the largest absolute difference of any output on any text. Tolerance is "
+        f"{OUTPUT_TOLERANCE:.0e} of the largest output, {DOUBLE_TOLERANCE:.0e} in float64. Differences of weights are "
+        "relative to the largest of each tensor."
     )
+    if proof.rounding:
+        yield ""
+        yield from wrap_text(
+            "Models of 16 bits are compared in float32, on one text. The row without a tolerance shows their rounding, "
+            "which would hide a wrong head."
+        )
+
+
+def _difference_row(check: OutputDifference, allowed: str, verdict: str) -> tuple[str, ...]:
+    return to_one_line(check.what), f"{check.apart:.1e}", allowed, str(check.texts or "-"), verdict
 
 
 def _cost_section(proof: ModelProof) -> Iterator[str]:
@@ -210,7 +213,7 @@ def _speed_section(proof: ModelProof) -> Iterator[str]:
             f"{phase.phase}, {phase.unit}",
             format_count(round(phase.before)),
             format_count(round(phase.after)),
-            f"{phase.speedup:.2f}",
+            f"{phase.speedup:.2f}" if phase.has_verdict else "-",
             f"{phase.low:.2f} to {phase.high:.2f}",
             f"{phase.spread:.0%}",
         )

@@ -255,7 +255,7 @@ function SpeedTable({ phases }: { phases: SurgeryResult["proof"]["speeds"]["phas
       rows={phases}
       columns={[
         { key: "phase", title: t("prune.speed"), value: (row) => say(row.phase) },
-        { key: "speedup", title: t("prune.speedup"), numeric: true, value: (row) => row.speedup, cell: (row) => (row.verdict.startsWith("too few") ? "–" : format(row.speedup)) },
+        { key: "speedup", title: t("prune.speedup"), numeric: true, value: (row) => row.speedup, cell: (row) => (/^(too few|no verdict)/.test(row.verdict) ? "–" : format(row.speedup)) },
         { key: "verdict", title: t("prune.verdict"), value: (row) => say(row.verdict) },
       ]}
     />
