@@ -383,7 +383,7 @@ def test_other_sources_give_our_folder(tmp_path: Path):
             small, where, tmp_path / f"cut{n}", {"kept": {}}, extra_files={"PROOF.md": b"seen"}
         )
         assert notes.kind == "ours"
-        assert set(notes.files) == {"README.md", "headwise.toml", RECORD_FILE, WEIGHTS, "PROOF.md"}
+        assert set(notes.files) == {"README.md", "config.json", "headwise.toml", RECORD_FILE, WEIGHTS, "PROOF.md"}
         assert torch.equal(inputs_and_outputs(hw.load(tmp_path / f"cut{n}"))[1], inputs_and_outputs(small)[1])
 
 
@@ -402,6 +402,7 @@ def test_unloadable_shapes_are_written_as_a_headwise_folder(
     assert why in notes.summary
     assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == [
         "README.md",
+        "config.json",
         RECORD_FILE,
         "headwise.toml",
         WEIGHTS,

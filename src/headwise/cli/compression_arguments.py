@@ -158,7 +158,7 @@ class CompressionRun:
 
     def split_texts(self, uses: Sequence[str]) -> None:
         """Keep texts for the proof that the change does not use; `uses` is what the others are used for."""
-        from ..head_analysis.annotated_examples import split_examples
+        from ..surgery.model_and_texts import split_examples
 
         is_retrained = "uptrain" in self.args and self.args.uptrain is not None
         has_own_texts = self.task is not None or (is_retrained and self.args.distill_data is not None)

@@ -513,26 +513,6 @@ def read_lines(path: Path | str) -> list[str]:
     return lines if lines[-1] else lines[:-1]
 
 
-def split_examples(
-    examples: list[Example], uses: Sequence[str], min_count: int = 8
-) -> tuple[list[Example], list[Example], list[str]]:
-    """Split the examples in two, for the change of a model and for its proof; also return notes for the report.
-
-    `uses` is what the change uses texts for; if that is nothing, the proof takes all examples. With fewer than
-    `min_count` examples, both are all of them.
-
-    >>> split_examples([], ["heads were aligned"])[2]
-    ['heads were aligned with the 0 texts of the proof, because they are too few to split']
-    """
-    if not uses:
-        return examples, examples, []
-    if (count := len(examples)) < min_count:
-        reason = "because they are too few to split"
-        return examples, examples, [f"{use} with the {count} texts of the proof, {reason}" for use in uses]
-    selection = examples[::2]
-    return selection, examples[1::2], [f"{use} with {len(selection)} texts that the proof does not use" for use in uses]
-
-
 def _split_text(model: nn.Module, text: str) -> Iterator[str]:
     """The text, or its parts, halved at spaces until the model takes each."""
     words = text.split(" ")

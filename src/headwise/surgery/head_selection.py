@@ -28,7 +28,7 @@ from ..models import Transformer
 from ..output_paths import FileKind, check_output
 from ..progress import CountedMessage
 from .attention_replacement import remove_heads
-from .pruning_plan import HeadId, HeadUnit, PruningPlan, count_heads, fingerprint_model, list_units
+from .pruning_plan import HeadId, HeadUnit, PruningPlan, count_heads, fingerprint_model, list_rounded_shares, list_units
 from .verification.efficiency import TimingOptions, compare_speed
 from .verification.quality_metrics import measure_quality
 
@@ -190,26 +190,8 @@ class KeepTop(HeadSelection):
             "stack": "each layer, the same heads in all layers of a stack",
             "model": "the model",
         }[self.scope]
-        notes = (*self._rounding_notes(keep, units_by_site), *scores.notes)
+        notes = (*list_rounded_shares(self.amount, self.scope, keep, units_by_site), *scores.notes)
         return PruningPlan.of(net.spec, keep, f"the most important of {scope} by {scores.method}", notes)
-
-    def _rounding_notes(
-        self, keep: Mapping[str, Sequence[int]], units_by_site: Mapping[str, tuple[HeadUnit, ...]]
-    ) -> Iterator[str]:
-        """Yield a note for every number of heads that is not the one asked for, because groups are kept whole."""
-        in_groups = {site: units for site, units in units_by_site.items() if len(units[0].heads) > 1}
-        counts = {site: (len(keep[site]), sum(len(unit.heads) for unit in units)) for site, units in in_groups.items()}
-        where = "each layer"
-        if self.scope == "model" and counts:
-            kept, heads = map(sum, zip(*counts.values(), strict=True))
-            counts, where = {"model": (kept, heads)}, "the model"
-        for kept, heads in dict.fromkeys(counts.values()):
-            asked = self.amount if isinstance(self.amount, int) else self.amount * heads
-            if abs(kept - asked) > 1e-6 * heads:
-                yield (
-                    f"keep={self.amount:g} was rounded to whole key-value groups: {kept} of {heads} heads "
-                    f"({kept / heads:.3f}) in {where}"
-                )
 
     def _select_per_layer(
         self, units_by_site: Mapping[str, tuple[HeadUnit, ...]], scores: HeadScores

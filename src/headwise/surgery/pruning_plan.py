@@ -172,6 +172,27 @@ def _site_units(site: str, spec: AttentionSpec, kind: str) -> Iterator[HeadUnit]
     yield from (HeadUnit(site, tuple(heads)) for heads in (groups.values() if use_groups else [[out] for out in outs]))
 
 
+def list_rounded_shares(
+    amount: float, scope: str, keep: Mapping[str, Sequence[int]], units_by_site: Mapping[str, Sequence[HeadUnit]]
+) -> Iterator[str]:
+    """Yield a note for every number of kept heads that is not `amount`, because key-value groups are kept whole.
+
+    >>> units = {"a": [HeadUnit("a", (0, 1, 2)), HeadUnit("a", (3, 4, 5)), HeadUnit("a", (6, 7, 8))]}
+    >>> list(list_rounded_shares(0.75, "layer", {"a": range(6)}, units))
+    ['keep=0.75 was rounded to whole key-value groups: 6 of 9 heads (0.667) in each layer']
+    """
+    grouped = {site: units for site, units in units_by_site.items() if len(units[0].heads) > 1}
+    counts = [(len(keep[site]), sum(len(unit.heads) for unit in units)) for site, units in grouped.items()]
+    if scope == "model" and counts:
+        counts = [(sum(kept for kept, _ in counts), sum(heads for _, heads in counts))]
+    where = "the model" if scope == "model" else "each layer"
+    for kept, heads in dict.fromkeys(counts):
+        asked = amount if isinstance(amount, int) else amount * heads
+        if abs(kept - asked) > 1e-6 * heads:
+            share = f"{kept} of {heads} heads ({kept / heads:.3f})"
+            yield f"keep={amount:g} was rounded to whole key-value groups: {share} in {where}"
+
+
 # --- Model fingerprints --------------------------------------------------------------------------------
 
 

@@ -155,7 +155,8 @@ def read_texts(net: Transformer, model: OpenModel, arguments: Mapping[str, Any],
 
     `uses` is what the change of the model uses texts for.
     """
-    from ..head_analysis.annotated_examples import examples_from_lines, split_examples
+    from ..head_analysis.annotated_examples import examples_from_lines
+    from ..surgery.model_and_texts import split_examples
 
     lines = arguments.get("texts") or [read_open_text(model)]
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
