@@ -37,6 +37,7 @@ from ..kernels.launch import has_kernels
 
 MIN_TRANSFORMERS = (5, 3)  # before, a config could make transformers run code from the Hub (CVE-2026-4372)
 MODELS_MODULE = "transformers.modeling_utils"
+LARGE_BIAS = 100  # from here on, float32 rounds scores so much that gradients of fused attention are off by 1e-5
 CAUSAL_MARK = "_hides_what_is_ahead"
 # Arguments of continuous batching that are for its cache and for its choice of tokens.
 PAGED_OPTIONS = ("read_index", "write_index", "block_table", "logits_indices", "logits_processor_args")
@@ -174,22 +175,61 @@ class TransformersImportHook(ModuleImportHook):
 def _attend_sdpa(inputs: AttentionInputs, qkv: tuple[Tensor, Tensor, Tensor], dropout: float) -> Tensor:
     q, k, v = qkv
     group_size, is_single_query = q.shape[1] // k.shape[1], q.shape[2] == 1
-    causal, bias = inputs.causal, None
+    causal, bias, uniform_rows = inputs.causal, None, None
     if inputs.bias is None and _is_causal_mask(inputs.mask):
         causal = not is_single_query
     elif inputs.bias is not None or inputs.mask is not None:
         causal, bias = False, _score_bias(inputs)
     if is_single_query and not dropout and _can_use_kernel(q):
         return _attend_kernel(qkv, bias, inputs.scale)
+    if bias is not None and torch.is_grad_enabled():
+        bias, uniform_rows = _split_masked_rows(bias)
+    if uniform_rows is not None and dropout:
+        return _attend_with_weights(inputs, qkv, dropout)[0]
     if is_single_query and group_size > 1:
         if bias is not None and bias.shape[1] > 1:
             bias = heads_to_rows(bias, group_size)
         o = F.scaled_dot_product_attention(heads_to_rows(q, group_size), k, v, bias, dropout, scale=inputs.scale)
-        return o.flatten(1, 2)[:, None]
-    if group_size > 1 and bias is not None:  # torch's fused CUDA kernels take groups or a bias, not both
-        k, v, group_size = k.repeat_interleave(group_size, 1), v.repeat_interleave(group_size, 1), 1
-    o = F.scaled_dot_product_attention(q, k, v, bias, dropout, causal, scale=inputs.scale, enable_gqa=group_size > 1)
+        o = rows_to_heads(o, group_size)
+    else:
+        repeats = 1 if bias is None else group_size  # torch's fused CUDA kernels take groups or a bias, not both
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        has_groups = group_size > repeats
+        o = F.scaled_dot_product_attention(q, k, v, bias, dropout, causal, scale=inputs.scale, enable_gqa=has_groups)
+    if uniform_rows is not None:
+        o = torch.where(uniform_rows, _attend_uniformly(qkv, inputs.scale).to(o.dtype), o)
     return o.transpose(1, 2).contiguous()
+
+
+def _split_masked_rows(bias: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return a bias with the same softmax, and the rows [B, H or 1, T, 1] with equal weights, or None if no row is
+    fully masked.
+
+    The backward pass of fused attention recomputes each weight as exp(score - lse). If the largest score of a row is
+    -1e9, its log-sum-exp is rounded to that score, and every weight becomes 1. So the largest bias of each row is
+    subtracted. Below `-64 / eps` a bias rounds all scores to itself, and eager attention has equal weights.
+    """
+    top = bias.detach().amax(-1, keepdim=True)
+    if not torch.compiler.is_compiling() and bool((top.abs() < LARGE_BIAS).all()):
+        return bias, None
+    eps = torch.finfo(torch.promote_types(bias.dtype, torch.float32)).eps
+    uniform_rows = (top <= -64 / eps) & (top > -torch.inf)
+    return bias - top.clamp(min=torch.finfo(bias.dtype).min), uniform_rows
+
+
+def _attend_uniformly(qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> Tensor:
+    """Mean of the values for each query, [B, heads, T, V], with the gradients of a softmax of equal scores.
+
+    Gradients with respect to queries and keys are those of the first-order expansion of the softmax, which needs no
+    scores in memory: o = mean(v) + scale * q (k^T (v - mean(v))) / S.
+    """
+    q, k, v = qkv
+    group_size = q.shape[1] // k.shape[1]
+    mean = v.mean(2, keepdim=True)
+    slopes = k.transpose(2, 3) @ (v - mean).detach() * (scale / k.shape[2])
+    change = rows_to_heads(heads_to_rows(q, group_size) @ slopes, group_size)
+    return mean.repeat_interleave(group_size, 1) + (change - change.detach())
 
 
 def _can_use_kernel(q: Tensor) -> bool:
