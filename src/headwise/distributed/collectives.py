@@ -9,6 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+# torch 2.13 renamed both and deprecated their old names.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class CollectiveGroup:
     """Process group of `size` ranks, in which this process has index `rank`."""
@@ -29,13 +33,13 @@ class CollectiveGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         """Return x of every rank, stacked as [ranks, *x.shape]."""
         y = x.new_empty(self.size, *x.shape)
-        dist.all_gather_single(y.flatten(0, 1), x.contiguous(), group=self.group)
+        _all_gather(y.flatten(0, 1), x.contiguous(), group=self.group)
         return y
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Sum x [ranks, ...] over the ranks and return this rank's entry of the first axis."""
         y = x.new_empty(x.shape[1:])
-        dist.reduce_scatter_single(y, x.contiguous().flatten(0, 1), group=self.group)
+        _reduce_scatter(y, x.contiguous().flatten(0, 1), group=self.group)
         return y
 
 

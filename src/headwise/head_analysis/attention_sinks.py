@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..inspect.hooks import SiteModule
+from ..inspect.model_inputs import get_device
 from .annotated_examples import Example
 from .resampling import Array, correct_p_values, excess_p_values, ratio_of_sums
 from .weight_bands import WeightBand, stream_weight_bands
@@ -112,7 +113,7 @@ def measure_first_token(
     """Measure how much weight every head puts on the first token of its key stream."""
     sums = FirstTokenSums()
     for example in examples:
-        stream_weight_bands(model, sites, example, streams, sums.add_band)
+        stream_weight_bands(model, sites, example.to(get_device(model)), streams, sums.add_band)
         sums.finish_text()
     return sums.weights()
 

@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import pluralise, suggest
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import SiteModule
-from ..inspect.model_inputs import get_streams, is_encoder_decoder
+from ..inspect.model_inputs import get_device, get_streams, is_encoder_decoder
 from ..interfaces import Mix
 from ..interfaces.core_types import Phase
 from ..nn.attention import Attention
@@ -228,7 +228,8 @@ def sum_examples(
         for callback in callbacks:
             callback(site, band)
 
-    for count, example in enumerate(examples, 1):
+    device = get_device(model)
+    for count, example in enumerate((example.to(device) for example in examples), 1):
         for collector in collectors:
             collector.start_example(example)
         stream_weight_bands(model, sites, example, streams, on_band)

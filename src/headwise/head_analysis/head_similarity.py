@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import suggest
 from ..inspect.hooks import ModelRun, ObservedCall, SiteModule
-from ..inspect.model_inputs import prepare_inputs
+from ..inspect.model_inputs import get_device, prepare_inputs
 from .annotated_examples import Example, find_sink_tokens
 from .weight_bands import MIN_NON_SINK_WEIGHT
 
@@ -287,7 +287,7 @@ def sample_rows(
         if usable:
             row_weight = example.streams[pair[0]].count / len(queries[members[0].site.name])
             is_sink = find_sink_tokens(example.streams[pair[1]])
-            groups.append(_merge_sites(pair, usable, is_sink)._replace(row_weight=row_weight))
+            groups.append(_merge_sites(pair, usable, is_sink.to(get_device(model)))._replace(row_weight=row_weight))
     return groups, {name: hook.unsupported_reason for name, hook in hooks.items() if hook.unsupported_reason}
 
 
@@ -296,8 +296,9 @@ def _num_comparable_heads(sites: Sequence[SiteModule], streams: Mapping[str, Str
 
 
 def _merge_sites(pair: StreamPair, hooks: Mapping[SiteModule, RowSamplingHook], is_sink: Tensor) -> SampledRows:
-    weights = [hook.weights for hook in hooks.values() if hook.weights is not None]
-    allowed = torch.cat([hook.allowed for hook in hooks.values() if hook.allowed is not None])
+    device = is_sink.device  # the layers of a model may be on several devices
+    weights = [hook.weights.to(device) for hook in hooks.values() if hook.weights is not None]
+    allowed = torch.cat([hook.allowed.to(device) for hook in hooks.values() if hook.allowed is not None])
     has_keys = allowed.any(-1).all(0)
     heads = [
         HeadLocation(module.site.name, module.site.layer, head)
@@ -305,7 +306,7 @@ def _merge_sites(pair: StreamPair, hooks: Mapping[SiteModule, RowSamplingHook], 
         for head in range(len(site_weights))
     ]
     rows = append_sink_column(torch.cat(weights)[:, has_keys].float())
-    return SampledRows(pair, tuple(heads), rows, allowed[:, has_keys], is_sink.to(rows.device))
+    return SampledRows(pair, tuple(heads), rows, allowed[:, has_keys], is_sink)
 
 
 class HeadOutputsHook:

@@ -211,6 +211,7 @@ class WeightBandHook:
     def on_call(self, call: ObservedCall) -> None:
         """Split the rows of an attention call into bands, each with the range of keys that its queries may read."""
         query_tokens, key_tokens = (self.example.streams[stream] for stream in self.streams)
+        device = key_tokens.ids.device
         last = max(0, query_tokens.count - 1)
         _, heads, queries, keys = call.all_weights(slice(last, None)).shape
         if (last + queries, keys) != (query_tokens.count, key_tokens.count):
@@ -221,10 +222,10 @@ class WeightBandHook:
         num_rows = min_rows
         while start < query_tokens.count:
             rows = slice(start, min(query_tokens.count, start + num_rows))
-            allowed = call.allowed_pairs(rows)[0]
+            allowed = call.allowed_pairs(rows)[0].to(device)
             allowed_keys = allowed.flatten(0, -2).any(0).nonzero()
             columns = slice(int(allowed_keys[0]), int(allowed_keys[-1]) + 1) if len(allowed_keys) else slice(0, 1)
-            w_HTS = call.all_weights(rows, columns)[0]
+            w_HTS = call.all_weights(rows, columns)[0].to(device)
             allowed = allowed[..., columns].expand(-1, w_HTS.shape[1], -1)
             allowed = allowed[0] if len(allowed) == 1 else allowed
             band = WeightBand(w_HTS, allowed, start, query_tokens, key_tokens, first_key=columns.start)
@@ -246,7 +247,8 @@ def stream_weight_bands(
 ) -> None:
     """Run a model over one example and pass the attention weights of `sites` to `add_band(site_name, band)`.
 
-    `streams` maps a site name to the names of its query stream and its key stream.
+    `streams` maps a site name to the names of its query stream and its key stream. Bands are on the device of the
+    annotations: `example.to(get_device(model))` measures where the model runs.
     """
     hooks = {
         module.site.name: WeightBandHook(module.site.name, example, streams[module.site.name], add_band)

@@ -241,7 +241,7 @@ def prepare_inputs(model: nn.Module, inputs: Any, max_new_tokens: int = 0, token
         raise ValueError(f"inputs are of type {type(inputs).__name__}; give {INPUT_KINDS}")
     if max_new_tokens:
         raise ValueError("max_new_tokens needs ids; give ids [rows, tokens], or a text")
-    return ModelInputs(args, batch_size=len(tensors[0]))
+    return ModelInputs(_to_device(get_device(model), args), batch_size=len(tensors[0]))
 
 
 def run_model(model: nn.Module, inputs: Any, *, tokenizer: object = None) -> Any:
@@ -287,7 +287,7 @@ def _from_tensors(model: nn.Module, names: dict[str, Any], steps: int) -> ModelI
     prompt = ids.get("source" if has_source else "text")
     tensors = [tensor for tensor in names.values() if isinstance(tensor, Tensor) and tensor.dim()]
     return ModelInputs(
-        *bind_arguments(model, _to_device(model, names)),
+        *bind_arguments(model, _to_device(get_device(model), names)),
         rows,
         counts | {"source": counts.get("source", counts.get("text", 0))} if counts_complete else None,
         len(tensors[0]) if tensors else 1,
@@ -296,10 +296,21 @@ def _from_tensors(model: nn.Module, names: dict[str, Any], steps: int) -> ModelI
     )
 
 
-def _to_device(model: nn.Module, names: dict[str, Any]) -> dict[str, Any]:
-    """Move tensors to the device of the model."""
-    device = next((value.device for value in model.parameters()), torch.device("cpu"))
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in names.items()}
+def get_device(model: nn.Module) -> torch.device:
+    """Return the device of the inputs of a model: that of its first parameter with values."""
+    devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
+    return next(devices, torch.device("cpu"))
+
+
+def _to_device(device: torch.device, value: Any) -> Any:
+    """Move the tensors and positions in an argument, a tuple, a list or a mapping of them."""
+    if isinstance(value, (Tensor, SequenceInfo)):
+        return value.to(device)
+    if type(value) in (tuple, list):
+        return type(value)(_to_device(device, entry) for entry in value)
+    if type(value) is dict:
+        return {name: _to_device(device, entry) for name, entry in value.items()}
+    return value
 
 
 def _is_ids(tensor: Tensor) -> bool:
@@ -408,7 +419,7 @@ def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelIn
     rows = {"source": (source,), "text": (text,)}
     counts = {"source": len(source.ids), "text": len(text.ids)}
     _check_length(model, max(counts.values()))
-    return ModelInputs((), _to_device(model, names), rows, counts, 1, True)
+    return ModelInputs((), _to_device(get_device(model), names), rows, counts, 1, True)
 
 
 def _check_has_tokenizer(net: Transformer) -> None:
@@ -460,7 +471,7 @@ def _from_texts_transformers(model: nn.Module, texts: list[str], steps: int) -> 
     named_ids = {IDS: torch.tensor(ids), "attention_mask": torch.tensor(mask_rows)}
     if IDS in list_arguments(model) and "attention_mask" not in list_arguments(model) and not any(gaps):
         del named_ids["attention_mask"]
-    names = _to_device(model, to_named_tensors(model, named_ids))
+    names = _to_device(get_device(model), to_named_tensors(model, named_ids))
     rows = tuple(
         TokenRow(
             _pad(row.ids, [PAD_ID] * gap, left),

@@ -123,10 +123,10 @@ SIMILARITY_KINDS = ("distance", "cosine")
 
 @dataclass(frozen=True, eq=False)
 class CrossProducts:
-    """Cross products sums[i, j] = X_i^T X_j over `num_tokens` tokens, [heads, heads, width, width] in float64.
+    """Cross products sums[i, j] = X_i^T X_j over `num_tokens` tokens, [heads, heads, width, width].
 
-    `normalised_sums` are those of X with rows of unit length. Least squares between mapped heads depend on nothing
-    else, so tokens need not be stored; products over two sets of tokens add up.
+    They are on the CPU, in float64. `normalised_sums` are those of X with rows of unit length. Least squares between
+    mapped heads depend on nothing else, so tokens need not be stored; products over two sets of tokens add up.
 
     >>> x = torch.tensor([[[3.0, 4.0]], [[0.0, 0.0]]])  # two tokens of one head
     >>> both = CrossProducts.from_features(x) + CrossProducts.from_features(x)
@@ -157,7 +157,7 @@ class CrossProducts:
 
 def _pairwise_products(x: Tensor) -> Tensor:
     flat = x.flatten(1)
-    return (flat.T @ flat).unflatten(1, x.shape[1:]).unflatten(0, x.shape[1:]).transpose(1, 2)
+    return (flat.T @ flat).cpu().unflatten(1, x.shape[1:]).unflatten(0, x.shape[1:]).transpose(1, 2)
 
 
 def compute_kv_features(attention: Attention, z: Tensor) -> dict[str, Tensor]:
@@ -309,6 +309,7 @@ def _absorb_maps(
 ) -> dict[str, Mapping[str, Tensor]]:
     """Return the weights that absorb the maps, by part: the projection, and the part that undoes the maps."""
     exact, heads = {name: tensor.detach().double() for name, tensor in weights.items()}, spec.heads
+    maps = maps.to(next(iter(exact.values())).device)
     project, merge = type(spec.project).__name__, type(spec.merge).__name__
     absorbed = {project: spec.project.absorb_matrix(spec, exact, side, maps)}
     if side == "k":

@@ -112,7 +112,7 @@ def _run_open_text(model: OpenModel, net: Transformer) -> Tensor:
     with torch.inference_mode():
         output = net(**id_inputs(net, model.get_recorded()))
     values = get_output_tensor(output)
-    return values[0].double() if values.dim() == 3 else values[:1].double()
+    return (values[0] if values.dim() == 3 else values[:1]).double().cpu()
 
 
 # --- How the text goes on --------------------------------------------------------------------------------

@@ -82,9 +82,15 @@ def id_inputs(net: nn.Module, trace: Trace) -> dict[str, Tensor]:
     """The recorded token ids of a trace as arguments of a model."""
     import torch
 
-    names = id_arguments(net)
+    from ..inspect.model_inputs import get_device
+
+    names, device = id_arguments(net), get_device(net)
     streams = trace.streams.items()
-    ids = {names[name]: torch.tensor([list(rows[0].ids)]) for name, rows in streams if rows and name in names}
+    ids = {
+        names[name]: torch.tensor([list(rows[0].ids)], device=device)
+        for name, rows in streams
+        if rows and name in names
+    }
     if not ids:
         raise ValueError("the open text has no token ids; capture a text on the page first")
     return ids
@@ -208,7 +214,8 @@ class LabRuns:
         logits = getattr(result, "logits", None)
         values = logits if isinstance(logits, torch.Tensor) else get_output_tensor(result)
         predicts = detect_head_objective(self.net) in ("next-token", "translation", "masked-token")
-        return Outputs(values[0].double() if values.dim() == 3 else values[:1].double(), predicts and values.dim() == 3)
+        has_tokens = values.dim() == 3
+        return Outputs((values[0] if has_tokens else values[:1]).double().cpu(), predicts and has_tokens)
 
 
 def position_changes(before: Outputs, after: Outputs) -> Tensor:
