@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -61,13 +61,6 @@ class TokenAnnotations:
         """Number of tokens."""
         return len(self.ids)
 
-    def to(self, device: torch.device) -> TokenAnnotations:
-        """Return these annotations on a device, the same object if they are there already."""
-        if self.ids.device == device:
-            return self
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return replace(self, **{name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)})
-
 
 @dataclass(frozen=True, eq=False)
 class Example:
@@ -99,10 +92,6 @@ class Example:
         if not isinstance(inputs, Mapping):
             return inputs
         return {name: value for name, value in inputs.items() if name != LABELS_INPUT}
-
-    def to(self, device: torch.device) -> Example:
-        """Return the example with its annotations on a device, where attention weights are measured."""
-        return replace(self, streams={name: tokens.to(device) for name, tokens in self.streams.items()})
 
 
 def find_sink_tokens(annotations: TokenAnnotations) -> Tensor:

@@ -20,7 +20,7 @@ from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_device
 from .annotated_examples import Example
 from .resampling import Array, correct_p_values, excess_p_values, ratio_of_sums
-from .weight_bands import WeightBand, stream_weight_bands
+from .weight_bands import WeightBand, move_annotations, stream_weight_bands
 
 MAX_SINK_TEXTS = 32  # texts on which the first token is measured, at most
 MIN_SINK_SCORE = 0.3  # epsilon of 2410.10781, here on the scale from chance (0) to all weight (1)
@@ -113,7 +113,8 @@ def measure_first_token(
     """Measure how much weight every head puts on the first token of its key stream."""
     sums = FirstTokenSums()
     for example in examples:
-        stream_weight_bands(model, sites, example.to(get_device(model)), streams, sums.add_band)
+        moved = move_annotations(example, get_device(model))
+        stream_weight_bands(model, sites, moved, streams, sums.add_band)
         sums.finish_text()
     return sums.weights()
 

@@ -26,7 +26,7 @@ from .head_metrics import HEAD_METRICS, HeadMetric, select_largest, select_peak_
 from .head_table import HeadMeasures, HeadTable, Measure
 from .literature_metrics import get_metric
 from .resampling import Array, Jackknife, excess_p_values, ratio_of_sums
-from .weight_bands import WeightBand, WordBandMerger, stream_weight_bands
+from .weight_bands import WeightBand, WordBandMerger, move_annotations, stream_weight_bands
 
 OBSERVED, CHANCE = "own", "chance"
 TextSums = tuple[Array, Array]
@@ -229,7 +229,8 @@ def sum_examples(
             callback(site, band)
 
     device = get_device(model)
-    for count, example in enumerate((example.to(device) for example in examples), 1):
+    moved = (move_annotations(example, device) for example in examples)
+    for count, example in enumerate(moved, 1):
         for collector in collectors:
             collector.start_example(example)
         stream_weight_bands(model, sites, example, streams, on_band)

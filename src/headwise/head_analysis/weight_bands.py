@@ -7,7 +7,7 @@ model over one example and passes the bands on, and `WordBandMerger` turns bands
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -200,6 +200,19 @@ MAX_HEIGHT_RATIO = 4  # a band with few keys has at most 4 times the rows of one
 BandCallback = Callable[[str, WeightBand], None]
 
 
+def move_annotations(example: Example, device: torch.device) -> Example:
+    """Return the example with its annotations on a device, where its attention weights are measured."""
+    streams = {name: _move_tokens(tokens, device) for name, tokens in example.streams.items()}
+    return replace(example, streams=streams)
+
+
+def _move_tokens(tokens: TokenAnnotations, device: torch.device) -> TokenAnnotations:
+    if tokens.ids.device == device:
+        return tokens
+    values = {entry.name: getattr(tokens, entry.name) for entry in fields(tokens)}
+    return replace(tokens, **{name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)})
+
+
 class WeightBandHook:
     """Hook that passes the attention weights of one site to `add_band(name, band)`, band by band."""
 
@@ -248,7 +261,7 @@ def stream_weight_bands(
     """Run a model over one example and pass the attention weights of `sites` to `add_band(site_name, band)`.
 
     `streams` maps a site name to the names of its query stream and its key stream. Bands are on the device of the
-    annotations: `example.to(get_device(model))` measures where the model runs.
+    annotations; `move_annotations` moves these to the device of the model.
     """
     hooks = {
         module.site.name: WeightBandHook(module.site.name, example, streams[module.site.name], add_band)

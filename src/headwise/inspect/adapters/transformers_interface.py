@@ -29,6 +29,8 @@ from .output_projection import make_site, read_head_sizes
 
 INTERFACE_GETTER = "get_interface"
 BACKEND_NAME = "headwise"  # name of headwise's attention function in transformers
+# Functions whose mask has all pairs that are hidden, so that they ignore `sliding_window` and packed positions.
+MASK_BASED = ("eager", "sdpa", "flex_attention", BACKEND_NAME)
 # Options of the function that are applied when weights are recomputed, and options that do not affect scores. A tensor
 # under any other name makes the call unsupported.
 SUPPORTED_OPTIONS = frozenset(
@@ -121,17 +123,22 @@ def inputs_of_call(name: str, module: nn.Module, args: tuple[Any, ...], options:
     scale = arguments.get("scaling")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     sinks = arguments.get("s_aux", getattr(module, "sinks", None))
+    is_causal = _is_causal_call(name, module, arguments, q.shape[1])
+    unsupported = _unsupported_options(name, arguments, mask)
+    if mask is None and not _is_mask_based(name):
+        mask = _flash_mask(arguments, is_causal)
+        is_causal = is_causal and mask is None
     return AttentionInputs(
         q,
         k,
         v,
         float(scale),
         mask,
-        _is_causal_call(name, module, arguments, q.shape[1]),
+        is_causal,
         arguments.get("position_bias"),
         arguments.get("softcap"),
         sinks if isinstance(sinks, Tensor) else None,
-        _unsupported_options(name, arguments, mask),
+        unsupported,
     )
 
 
@@ -145,6 +152,41 @@ def _is_causal_call(name: str, module: nn.Module, arguments: Mapping[str, Any], 
     return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
+def _is_mask_based(name: str) -> bool:
+    """True if the function gets a mask of pairs, because it is one of these or is registered with their mask."""
+    from transformers.masking_utils import AttentionMaskInterface
+
+    masks = AttentionMaskInterface()
+    return name in MASK_BASED or (name in masks and masks[name] in [masks.get(other) for other in MASK_BASED])
+
+
+def _flash_mask(arguments: Mapping[str, Any], is_causal: bool) -> Tensor | None:
+    """Mask [1, 1, queries, keys] of a call of FlashAttention without a mask; None if `is_causal` says it all.
+
+    The last query is at the position of the last key. `sliding_window` is the number of keys up to the query's own,
+    and, without causality, also from it.
+    """
+    query, key = arguments["query"], arguments["key"]
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    window = arguments.get("sliding_window") or 0
+    has_window = 0 < window < num_keys
+    if not has_window and (not is_causal or num_queries == num_keys):
+        return None
+    positions = torch.arange(num_keys, device=query.device)
+    distance = positions[num_keys - num_queries :, None] - positions
+    allowed = distance.abs() < window if has_window else torch.ones_like(distance, dtype=torch.bool)
+    return (allowed & (distance >= 0) if is_causal else allowed)[None, None]
+
+
+def _is_packed(arguments: Mapping[str, Any]) -> bool:
+    """True if FlashAttention separates several texts in one row, by their lengths or by positions that start again."""
+    if arguments.get("cu_seq_lens_q") is not None:
+        return True
+    positions = arguments.get("position_ids")
+    is_one_row = isinstance(positions, Tensor) and positions.dim() == 2 and len(arguments["query"]) == 1
+    return is_one_row and bool((torch.as_tensor(positions).diff() != 1).any())
+
+
 def _unsupported_options(name: str, arguments: Mapping[str, Any], mask: object) -> str:
     if unknown := [
         key for key, value in arguments.items() if key not in KNOWN_OPTIONS and isinstance(value, torch.Tensor)
@@ -152,6 +194,8 @@ def _unsupported_options(name: str, arguments: Mapping[str, Any], mask: object) 
         return f"the layer also gets {', '.join(unknown)}"
     if arguments.get("cache") is not None:
         return "its keys and values are in the paged cache of continuous batching"
+    if mask is None and not _is_mask_based(name) and _is_packed(arguments):
+        return "its texts are packed into one row"
     if isinstance(mask, Tensor) and mask.dim() != 4:
         return f"its mask has {mask.dim()} axes"
     return "" if mask is None or isinstance(mask, Tensor) else f"its mask is a {type(mask).__name__}"
