@@ -3,7 +3,7 @@
 Every text and vision family that can be built tiny from its config alone is built with random weights and run once.
 A family is traced if the attention weights recomputed from the captured call equal those of the model's own eager
 attention. It is ablated if zero-ablating a head gives the same output as a copy of the model whose output projection
-has zeros in the columns of that head. Nothing is downloaded.
+has zeros in the columns of that head; `find_projection` finds both without headwise. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from headwise.inspect.adapters.output_projection import UnreadableCall
 from headwise.inspect.attention_sites import find_attention
 from headwise.inspect.hooks import AttentionInputs, ObservedCall, SiteModule, WeightsOnlyCall, install_hooks
 
-SECONDS, MEMORY, TOLERANCE = 40, 8 << 30, 1e-5
+SECONDS, MEMORY, TOLERANCE = 15, 8 << 30, 1e-5
 
 
 HEADER = """\
@@ -64,8 +64,12 @@ from its config alone, with tiny sizes and random weights, and runs it once. No 
 | adapter | the adapters that found its attention layers ([how they work](sites.md#how-attention-layers-are-found)) |
 | sites | number of attention layers found |
 | traced | "yes" if the attention weights recomputed from a recorded call equal the weights of the model itself |
-| ablated | "yes" if ablating a head equals zero columns in the output projection, at the first and the last site |
+| ablated | "yes" if ablating a head equals zero columns in the output projection |
 | reason if not | the problem; "build failed", "run failed" and "check failed" are errors of this test |
+
+Output projections and the columns of a head are found by names and by the config, without headwise. The first and the
+last head are ablated, at the first and the last site of each class of modules. If headwise finds no attention that can
+be ablated, the test calls `hw.sites(model, example)` first.
 
 Of {total} families, {both} are traced and ablated, and {ablated} are ablated."""
 
@@ -84,6 +88,7 @@ LAYERS = {
     "decoder_layers": 2, "depth": 2, "vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "decoder_start_token_id": 1, "prediction_length": 4,
 }  # fmt: skip
+DEPTHS = ("layers", "layer", "depth")
 SMALL = LAYERS | {
     "hidden_size": 64, "d_model": 64, "n_embd": 64, "dim": 64, "embed_dim": 64, "hidden_dim": 64, "model_dim": 64,
     "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -103,9 +108,26 @@ MLA = {
 }  # fmt: skip
 
 
+MULTIMODAL_ROPE = ("_vl", "omni", "glm4v", "glm46v", "glm_image", "glm_ocr", "glmga")  # with defaults in their code
+NUM_HEADS = (
+    "num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "encoder_attention_heads",
+    "decoder_attention_heads", "heads",
+)  # fmt: skip
+HEAD_WIDTHS = (
+    ("v_head_dim",),
+    ("head_dim", "attention_head_size", "head_size", "d_kv", "key_value_proj_dim", "dim_head", "dim_per_head"),
+)
+HIDDEN_SIZES = ("embed_dim", "hidden_size", "d_model", "n_embd", "dim")
+OUTPUT_PROJECTIONS = (
+    "o_proj", "out_proj", "c_proj", "dense", "out_lin", "wo", "Wo", "o", "proj", "projection", "projection_layer",
+    "to_out", "to_out.0", "linear_out", "fc_out", "out", "output", "output_projection", "^output.dense",
+    "^attention_output.dense", "^output.out_proj", "^output", "^o_proj", "^out_proj", "^dense",
+)  # fmt: skip
+
+
 def configs(kind: Any, family: str) -> Iterator[Any]:
-    """Yield small configs of one family: first with all sizes small, then with few layers only."""
-    for sizes in (SMALL, LAYERS):
+    """Yield small configs of one family: all sizes small, few layers only, and small sizes with the usual layers."""
+    for sizes in (SMALL, LAYERS, {key: size for key, size in SMALL.items() if not key.endswith(DEPTHS)}):
         yield shrink(kind(), family, sizes)
 
 
@@ -115,12 +137,12 @@ def shrink(config: Any, family: str, sizes: dict[str, int]) -> Any:
         try:
             value_now = getattr(config, key)
             if (isinstance(value_now, int) and not isinstance(value_now, bool)) or (
-                value_now is None and key in LAYERS
+                value_now is None and (key in LAYERS or key == "head_dim")
             ):
                 setattr(config, key, value)
         except Exception:  # some sizes are per layer, or computed from others
             continue
-    if sizes is SMALL:
+    if sizes is not LAYERS:
         _match_sizes(config, family)
     try:
         kinds = list(config.layer_types or [])
@@ -140,8 +162,9 @@ def _match_sizes(config: Any, family: str) -> None:
     if family in MLA:
         config.head_dim, config.num_key_value_heads = 8, 4
     rope = getattr(config, "rope_parameters", None)
-    if isinstance(rope, dict) and "mrope_section" in rope:
-        rope["mrope_section"] = [2, 3, 3]
+    if isinstance(rope, dict) and ("mrope_section" in rope or any(name in family for name in MULTIMODAL_ROPE)):
+        pairs = int(8 * rope.get("partial_rotary_factor", 1))
+        rope["mrope_section"] = [pairs // 4, (pairs - pairs // 4) // 2, pairs - pairs // 4 - (pairs - pairs // 4) // 2]
     heads = getattr(config, "num_heads", None)
     if isinstance(heads, list) and isinstance(getattr(config, "embed_dim", None), int):
         config.embed_dim = 8 * heads[0]
@@ -332,7 +355,8 @@ def record_sites(model: nn.Module, inputs: dict[str, Tensor], sites: list[SiteMo
     recorders = {site.module: Recorder() for site in sites}
     patches = {id(patch): patch for site in sites for patch in site.adapter.patches()}
     hooks = {module: (recorder,) for module, recorder in recorders.items()}
-    with record_own_weights() as weights, install_hooks(hooks, list(patches.values())):
+    overrides = [override for site in sites for override in site.overrides]
+    with record_own_weights() as weights, install_hooks(hooks, list(patches.values()), overrides):
         run(model, inputs)
     reached = [site for site in sites if recorders[site.module].outputs is not None]
     return [ReachedSite(site, recorders[site.module], weights.get(id(site.module))) for site in reached]
@@ -360,55 +384,95 @@ def check_weights(model: nn.Module, inputs: dict[str, Tensor], sites: list[Reach
     return "yes"
 
 
-def find_output_projection(model: nn.Module, inputs: dict[str, Tensor], site: ReachedSite) -> str:
-    """Return the path of the linear layer whose input is the head outputs of a site; "" if there is none."""
-    z = site.recorder.outputs
-    assert z is not None
-    matches: list[str] = []
+class OwnProjection(NamedTuple):
+    """An output projection, its number of heads and their width, read without headwise."""
 
-    def make_hook(path: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            x = args[0] if args else None
-            fits = isinstance(x, Tensor) and x.numel() == z.numel() and x.shape[-1] == z.shape[-1] * z.shape[-2]
-            if fits and torch.allclose(x.reshape(-1), z.reshape(-1), atol=1e-6):
-                matches.append(path)
+    path: str
+    heads: int
+    width: int
 
-        return hook
 
-    layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, (nn.Linear, Conv1D))]
-    hooks = [layer.register_forward_pre_hook(make_hook(path)) for path, layer in layers]
-    run(model, inputs)
-    for hook in hooks:
-        hook.remove()
-    return matches[0] if matches else ""
+def find_projection(model: nn.Module, path: str) -> OwnProjection | None:
+    """Return the output projection of the attention module at `path`, by names, sizes and the config alone."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    module, parent = modules[path], path.rpartition(".")[0]
+    sources = [module, getattr(module, "config", None)]
+    sources += [getattr(modules[outer], "config", None) for outer in outer_paths(path)]
+    heads = first_int(sources, NUM_HEADS)
+    for name in OUTPUT_PROJECTIONS:
+        place = f"{parent}.{name[1:]}".strip(".") if name.startswith("^") else f"{path}.{name}".strip(".")
+        columns = count_columns(modules.get(place))
+        if not columns:
+            continue
+        for names in HEAD_WIDTHS:
+            width = first_int(sources, names)
+            if heads * width == columns:
+                return OwnProjection(place, heads, width)
+        width = first_int([module], HEAD_WIDTHS[1]) or (first_int(sources, HIDDEN_SIZES) // heads if heads else 0)
+        if width and columns % width == 0:  # the projection may also read other channels, after those of the heads
+            return OwnProjection(place, min(heads, columns // width), width)
+    return None
+
+
+def outer_paths(path: str) -> list[str]:
+    """Return the paths of the modules that contain the module at `path`, the innermost first."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in reversed(range(len(parts)))]
+
+
+def first_int(sources: list[Any], names: tuple[str, ...]) -> int:
+    """Return the first of these attributes that is a positive int, by source and then by name; 0 if none is."""
+    for source in sources:
+        for name in names:
+            try:
+                value = getattr(source, name, None)
+            except Exception:  # some sizes differ from layer to layer
+                continue
+            if type(value) is int and value > 0:
+                return value
+    return 0
+
+
+def count_columns(layer: nn.Module | None) -> int:
+    """Return the number of input channels of a linear layer; 0 if it is not one."""
+    if isinstance(layer, nn.Linear):
+        return layer.weight.shape[1]
+    return layer.weight.shape[0] if isinstance(layer, Conv1D) else 0
+
+
+def zero_columns(model: nn.Module, projection: OwnProjection, head: int) -> nn.Module:
+    """Return a copy of the model whose output projection has zeros in the columns of one head."""
+    pruned = copy.deepcopy(model)
+    layer = pruned.get_submodule(projection.path)
+    columns = slice(head * projection.width, (head + 1) * projection.width)
+    layer.weight[(slice(None), columns) if isinstance(layer, nn.Linear) else columns] = 0
+    return pruned
 
 
 def check_ablation(model: nn.Module, inputs: dict[str, Tensor], sites: list[ReachedSite]) -> str:
-    """Return "yes" if ablating a head equals zero columns, at the first and the last site; else the reason."""
+    """Return "yes" if ablating the first and the last head equals zero columns, at the ends of each class of sites."""
     original = run(model, inputs)
-    for site in (sites[0], sites[-1]):
-        assert site.recorder.outputs is not None
-        *_, heads, width = site.recorder.outputs.shape
-        head = min(1, heads - 1)
+    has_effect = False
+    by_class: dict[type[nn.Module], list[ReachedSite]] = {}
+    for site in sites:
+        by_class.setdefault(type(model.get_submodule(site.module.site.path)), []).append(site)
+    for site in dict.fromkeys(site for of_class in by_class.values() for site in (of_class[0], of_class[-1])):
         info = site.module.site
+        projection = find_projection(model, info.path)
         if not info.ablate.possible:
             return info.ablate.reason
+        if projection is None:
+            return "no output projection has a usual name and the width of the heads"
         # A copy with zero columns changes every site that runs the same module.
         sharing = [other.module.site.name for other in sites if other.module.site.path == info.path]
-        with hw.ablate(model, [(name, head) for name in sharing]):
-            ablated = run(model, inputs)
-        pruned = copy.deepcopy(model)
-        path = find_output_projection(pruned, inputs, site)
-        if not path:
-            return "no linear layer reads the head outputs, so there are no columns to compare with"
-        last, columns = pruned.get_submodule(path), slice(head * width, (head + 1) * width)
-        last.weight[(slice(None), columns) if isinstance(last, nn.Linear) else columns] = 0
-        error = output_difference(ablated, run(pruned, inputs))
-        if not error <= TOLERANCE:
-            return f"ablation and zero columns differ by {error:.0e}"
-        if output_difference(ablated, original) == 0:
-            return "ablation does not change the output"
-    return "yes"
+        for head in sorted({0, projection.heads - 1}):
+            with hw.ablate(model, [(name, head) for name in sharing]):
+                ablated = run(model, inputs)
+            error = output_difference(ablated, run(zero_columns(model, projection, head), inputs))
+            if not error <= TOLERANCE:
+                return f"ablation and zero columns differ by {error:.0e} at {info.name}"
+            has_effect = has_effect or output_difference(ablated, original) > 0
+    return "yes" if has_effect else "ablation does not change the output"
 
 
 def check_family(family: str) -> Row | None:
@@ -433,11 +497,15 @@ def check_family(family: str) -> Row | None:
             best = best or row._replace(reason=f"config failed: {format_error(error)}")
             break
         result = check_config(row, cls, config)
-        if best is None or (result.ablated, result.traced, result.sites) > (best.ablated, best.traced, best.sites):
+        if best is None or _rank(result) > _rank(best):
             best = result
-        if result.sites:
+        if result.ablated == "yes":
             break
     return best
+
+
+def _rank(row: Row) -> tuple[str, str, bool]:
+    return row.ablated, row.traced, row.sites > 0
 
 
 def check_config(row: Row, cls: Any, config: Any) -> Row:
@@ -449,19 +517,31 @@ def check_config(row: Row, cls: Any, config: Any) -> Row:
         inputs = find_inputs(model, config)
         step = "check failed"
         sites = find_attention(model)
+        if not any(site.site.ablate.possible for site in sites):
+            hw.sites(model, inputs)
+            sites = find_attention(model)
         if not sites:
             return row._replace(reason="no attention with separate heads was found")
         adapters = sorted({adapter_name(site.adapter) for site in sites})
         row = row._replace(adapter=" and ".join(adapters), sites=len(sites))
         reached = record_sites(model, inputs, sites)
         if not reached:
-            return row._replace(reason="the test input reaches no site")
-        checks = check_weights(model, inputs, reached), check_ablation(model, inputs, reached)
+            reasons = {site.site.ablate.reason for site in sites} - {""}
+            return row._replace(reason="; ".join(sorted(reasons)) or "the test input reaches no site")
+        checks = [_run_check(check, model, inputs, reached) for check in (check_weights, check_ablation)]
         traced, ablated = ("yes" if check == "yes" else "no" for check in checks)
         reason = "; ".join(dict.fromkeys(check for check in checks if check != "yes"))
         return row._replace(traced=traced, ablated=ablated, reason=reason)
     except Exception as error:  # any error of a family becomes the reason in its row
         return row._replace(reason=f"{step}: {format_error(error)}")
+
+
+def _run_check(check: Any, model: nn.Module, inputs: dict[str, Tensor], sites: list[ReachedSite]) -> str:
+    """Return the result of a check, or the error that it raised."""
+    try:
+        return check(model, inputs, sites)
+    except Exception as error:
+        return f"check failed: {format_error(error)}"
 
 
 def adapter_name(adapter: object) -> str:
@@ -491,9 +571,25 @@ def page(rows: list[Row]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in table), "", LIMITS, ""])
 
 
+class FamilyTimeout(BaseException):
+    """Raised when a family takes too long; not an Exception, so that no check takes it for an error of its own."""
+
+
 def raise_timeout(*_: object) -> None:
-    """Handle the alarm of a family that takes too long."""
-    raise TimeoutError(f"the test takes more than {SECONDS} s")
+    """Handle the signal that a family takes too long."""
+    raise FamilyTimeout
+
+
+def check_in_time(family: str) -> Row | None:
+    """Return the row of one family, after at most `SECONDS` of processor time."""
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    try:
+        return check_family(family)
+    except FamilyTimeout:
+        return Row(family, "", "", 0, "no", "no", f"the test takes more than {SECONDS} s")
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        gc.collect()
 
 
 def main(argv: list[str]) -> int:
@@ -501,14 +597,11 @@ def main(argv: list[str]) -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    signal.signal(signal.SIGALRM, raise_timeout)
+    signal.signal(signal.SIGPROF, raise_timeout)  # seconds of this process, whatever else runs
     rows: list[Row] = []
     with torch.no_grad():
         for family in argv or sorted(CONFIG_MAPPING):
-            signal.alarm(SECONDS)
-            row = check_family(family)
-            signal.alarm(0)
-            gc.collect()
+            row = check_in_time(family)
             rows += [row] if row is not None else []
     if argv:
         print(page(rows))

@@ -117,6 +117,39 @@ def test_a_model_that_takes_one_dictionary_is_measured():
         assert math.isclose(ours.measures["entropy"].value, theirs.measures["entropy"].value, rel_tol=1e-4)
 
 
+class UnreachedTower(nn.Module):
+    """A decoder beside an encoder that texts do not reach, as in vision-language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text_model, self.vision_model, self.config = small("gpt2"), small("vit"), None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.text_model(input_ids).logits
+
+
+def compile_second_layer() -> nn.Module:
+    model = small("gpt2")
+    model.transformer.h[1] = torch.compile(model.transformer.h[1], backend="eager")
+    return model
+
+
+SKIPPED = {
+    "compiled": (compile_second_layer, "decoder.1.attention: transformer.h.1 (OptimizedModule) is compiled, and"),
+    "unreached": (UnreachedTower, "encoder.0.attention, encoder.1.attention: 4 of 4 texts do not reach it"),
+}
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_sites_that_are_not_measured_are_named_with_the_reason(name: str):
+    build, start = SKIPPED[name]
+    table = hw.heads(build().eval(), TEXTS, tokenizer="bytes")
+    (note,) = [note for note in table.notes if note.startswith("left out ")]
+    assert note.startswith(f"left out {start}")
+    assert not any(head.site in note for head in table.heads)
+    assert "note: left out " in str(table)
+
+
 def test_the_mask_token_of_a_given_tokenizer_is_used():
     tokenizer = Tokenizer.from_str(ByteVocabulary().document)
     tokenizer.add_special_tokens(["[MASK]"])

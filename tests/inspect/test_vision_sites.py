@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.inspect.attention_sites import ADAPTERS
 from support.module_state import read_state
-from support.vision_attentions import CASES, HEADS, EvaAttention, ShiftedWindowAttention
+from support.vision_attentions import CASES, HEADS, EvaAttention
 
 EXAMPLES = ("without", "with", "twice")
 
@@ -24,16 +24,10 @@ def list_sites(model: nn.Module, x: Tensor, example: str) -> list[hw.Site]:
     return found if example == "without" else hw.sites(model, x)
 
 
-def with_zero_head(model: nn.Module, name: str, head: int, before_norm: bool) -> nn.Module:
+def with_zero_head(model: nn.Module, name: str, head: int) -> nn.Module:
     """A copy whose second layer has no head `head`, by its own weights."""
     other = copy.deepcopy(model)
-    layer = other[1]
-    if before_norm:
-        width = layer.v_proj.out_features // HEADS
-        layer.v_proj.weight[head * width : (head + 1) * width] = 0
-        layer.v_proj.bias[head * width : (head + 1) * width] = 0
-        return other
-    weight = layer.get_submodule(CASES[name].projection).weight
+    weight = other[1].get_submodule(CASES[name].projection).weight
     width = weight.shape[1] // HEADS
     weight[:, head * width : (head + 1) * width] = 0
     return other
@@ -52,8 +46,7 @@ def test_ablation_equals_weights_set_to_zero_by_hand(name: str, example: str):
         with pytest.raises(ValueError, match=reason), hw.ablate(model, [(1, 1)]):
             model(x)
         hw.sites(model, x)
-    is_before_norm = isinstance(model[1], EvaAttention) and example != "without"
-    expected = with_zero_head(model, name, 1, is_before_norm)(x)
+    expected = with_zero_head(model, name, 1)(x)
     with hw.ablate(model, [(1, 1)]):
         ablated = model(x)
     assert torch.allclose(ablated, expected, atol=1e-5)
@@ -68,7 +61,7 @@ def test_traced_weights_equal_an_independent_softmax(name: str, example: str):
     model, x = CASES[name].build()
     before = read_state(model)
     list_sites(model, x, example)
-    if example == "without" and isinstance(model[0], EvaAttention | ShiftedWindowAttention):
+    if example == "without" and isinstance(model[0], EvaAttention):
         with pytest.raises(ValueError, match=r"cannot (observe its weights|be observed): .*hw.sites\(model, example\)"):
             hw.trace(model, x, log=lambda _: None)
         assert read_state(model) == before

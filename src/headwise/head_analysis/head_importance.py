@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 
 from ..errors import pluralise, suggest
-from ..inspect.attention_sites import require_ability
+from ..inspect.attention_sites import left_out_notes, require_ability
 from ..inspect.hooks import SiteModule
 from .annotated_examples import Example
 from .distinct_examples import DistinctExamples
@@ -89,6 +89,7 @@ def estimate_importance(
     run.check_num_units(distinct)
     heads = rate_heads(sites, run.sums_by_unit, options, estimator.significance_test)
     notes += [*([objective_note] if objective_note else []), *distinct.notes, *run.notes(options), *estimator.notes]
+    notes += left_out_notes(model, "ablate")
     quantity = estimator.measured_quantity or resolved.name
     return ImportanceResult(type(model).__name__, estimator.name, quantity, run.num_texts, heads, tuple(notes))
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ..errors import pluralise, suggest
-from ..inspect.attention_sites import require_ability
+from ..inspect.attention_sites import left_out_notes, require_ability
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_device, get_streams, is_encoder_decoder
 from ..interfaces import Mix
@@ -188,9 +188,26 @@ def measure_heads(
     count = metric_sums.num_examples
     distinct.check_min_count(options.min_texts)
     collected = [collector.measures() for collector in collectors]
-    heads = [_with_measures(head, collected) for site in sites for head in _site_heads(site, metric_sums)]
-    notes = (*distinct.notes, *marked.notes, *_range_notes(sites))
+    missed = _find_missed_sites(sites, metric_sums)
+    reached = [site for site in sites if site.site.name not in missed]
+    heads = [_with_measures(head, collected) for site in reached for head in _site_heads(site, metric_sums)]
+    left_out = [] if options.sites else left_out_notes(model, "observe", missed)
+    notes = (*distinct.notes, *marked.notes, *_range_notes(reached), *left_out)
     return HeadTable(name or type(model).__name__, pluralise(count, "text"), tuple(heads), notes)
+
+
+def _find_missed_sites(sites: Sequence[SiteModule], metric_sums: MetricSums) -> dict[str, str]:
+    """Sites that some texts do not reach, with the reason; raises if these are all sites."""
+    num_texts = {site: len(sums) for (site, _, _), sums in metric_sums.sums_by_example.items()}
+    count, names = metric_sums.num_examples, [module.site.name for module in sites]
+    missed = {
+        name: f"{count - num_texts.get(name, 0)} of {count} texts do not reach it"
+        for name in names
+        if num_texts.get(name, 0) != count
+    }
+    if len(missed) == len(names):
+        raise ValueError(f"cannot measure heads: {names[0]}: {missed[names[0]]}; give inputs that reach it")
+    return missed
 
 
 def _range_notes(sites: Sequence[SiteModule]) -> list[str]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..inspect.attention_sites import require_ability
+from ..inspect.attention_sites import left_out_notes, require_ability
 from ..inspect.model_inputs import get_streams, is_encoder_decoder
 from .annotated_examples import Example
 from .attention_sinks import mark_first_token_sinks
@@ -468,8 +468,9 @@ def measure_redundancy(
         for group in comparisons
         for head in group.without_rest
     }
-    notes = (*distinct.notes, *marked.notes, *(f"{name} is left out: {reason}" for name, reason in left_out.items()))
-    return RedundancyResult(name or type(model).__name__, count, comparisons, notes)
+    notes = [*distinct.notes, *marked.notes, *(f"{name} is left out: {reason}" for name, reason in left_out.items())]
+    notes += left_out_notes(model, "observe")
+    return RedundancyResult(name or type(model).__name__, count, comparisons, tuple(notes))
 
 
 def _check_same_heads(heads: Sequence[HeadLocation], others: Sequence[HeadLocation]) -> None:

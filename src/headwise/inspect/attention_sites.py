@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,14 @@ from ..model_spec import ModelSpec
 from ..spec.attention_spec import AttentionSpec
 from .adapters.example_run import TracedAdapter, UnclearTraceAdapter, trace_example
 from .adapters.native_attention import HeadwiseAdapter, TorchMHAAdapter
-from .adapters.output_projection import UNKNOWN_STACK, OutputProjectionAdapter, is_within, read_positive_int
+from .adapters.output_path import edit_place, measure_edit_places
+from .adapters.output_projection import (
+    UNKNOWN_STACK,
+    OutputProjectionAdapter,
+    UnclearProjectionAdapter,
+    is_within,
+    read_positive_int,
+)
 from .adapters.transformers_interface import TransformersAdapter
 from .hooks import SiteModule
 from .model_inputs import ModelInputs, check_is_module, prepare_inputs
@@ -342,8 +350,7 @@ def sites(model: nn.Module, example: Any = None, *, tokenizer: object = None) ->
     if example is not None:
         if reason := unhookable_reason(check_is_module(model), [model]):
             raise ValueError(f"{type(model).__name__} cannot be traced on an example: {reason}")
-        inputs = prepare_inputs(model, example, 0, tokenizer)
-        trace_example(model, inputs.args, inputs.kwargs)
+        _trace_inputs(model, prepare_inputs(model, example, 0, tokenizer))
     site_list = [site_module.site for site_module in find_attention(model)]
     return Sites(site_list, type(model).__name__, find_layers_without_attention(model, site_list))
 
@@ -351,10 +358,19 @@ def sites(model: nn.Module, example: Any = None, *, tokenizer: object = None) ->
 def find_attention_in_run(model: nn.Module, inputs: ModelInputs) -> list[SiteModule]:
     """Find the attention layers of a model; if there are none, look for them in a run on these inputs."""
     site_modules = find_attention(model)
-    if site_modules or unhookable_reason(model, [model]):
+    if any(one.site.observe.possible for one in site_modules) or unhookable_reason(model, [model]):
         return site_modules
-    trace_example(model, inputs.args, inputs.kwargs)
+    _trace_inputs(model, inputs)
     return find_attention(model)
+
+
+def _trace_inputs(model: nn.Module, inputs: ModelInputs) -> None:
+    """Find attention in a run on these inputs, and measure where its heads are edited in two further runs."""
+    trace_example(model, inputs.args, inputs.kwargs)
+    sites = [one for one in find_attention(model) if isinstance(one.adapter, TracedAdapter | TransformersAdapter)]
+    sites = [one for one in sites if one.site.ablate.possible and edit_place(one.module).projection is None]
+    with torch.no_grad():
+        measure_edit_places(model, sites, lambda: model(*inputs.args, **inputs.kwargs))
 
 
 def find_attention(model: nn.Module) -> list[SiteModule]:
@@ -374,6 +390,9 @@ def find_attention(model: nn.Module) -> list[SiteModule]:
         for site_module in UnclearTraceAdapter().find_sites(model)
         if not any(is_within(site_module.site.path, path) for path in paths)
     ]
+    for site_module in UnclearProjectionAdapter().find_sites(model):
+        if not any(_contains(known.site.path, site_module.site.path) for known in site_modules):
+            site_modules.append(site_module)
     order = {path: n for n, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
     config_specs = ConfigSpecs.from_model(model)
     placed = [
@@ -406,6 +425,16 @@ def require_ability(model: nn.Module, ability: str) -> list[SiteModule]:
             "the model is in train mode, where dropout changes the attention weights; call model.eval() first"
         )
     return able
+
+
+def left_out_notes(model: nn.Module, ability: str, reasons: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+    """One note for each reason why sites are left out: they lack an ability, or `reasons` names them."""
+    left_out: dict[str, list[str]] = {}
+    for site_module in find_attention(model):
+        site = site_module.site
+        if reason := getattr(site, ability).reason or reasons.get(site.name, ""):
+            left_out.setdefault(reason, []).append(site.name)
+    return [f"left out {', '.join(names)}: {reason}" for reason, names in left_out.items()]
 
 
 def _contains(path: str, other: str) -> bool:

@@ -359,6 +359,7 @@ class SiteHooks:
             self.modules_below.setdefault(hook.site, set())
         self.num_forwards, self.num_calls = Counter[nn.Module](), Counter[nn.Module]()
         self.num_site_calls = Counter[nn.Module]()  # calls of the modules whose projections are hooked
+        self.last_queries: ModuleQueries | None = None
 
     def begin_forward(self) -> Counter[nn.Module]:
         """Start a forward call: returns an empty counter of module calls; raises if a hooked module was replaced."""
@@ -378,6 +379,7 @@ class SiteHooks:
 
     def end_forward(self, root: nn.Module, calls: Counter[nn.Module]) -> None:
         """End a forward call: a module with several sites must have run once for each, or never."""
+        self.last_queries = None
         for module in self.modules_below[root]:
             self.num_forwards[module] += 1
             hook, count = self.hook_of_module[module], calls[self.hook_of_module[module].site]
@@ -404,6 +406,21 @@ class SiteHooks:
             )
 
 
+class ModuleQueries(NamedTuple):
+    """The queries of an attention, and the call of its module: number `num_call` of a forward call."""
+
+    site: nn.Module
+    forward: Counter[nn.Module]
+    num_call: int
+    q_BTHK: Tensor
+
+    def has_same_tokens(self, other: ModuleQueries) -> bool:
+        """True if the same queries are used again in the same call of the module."""
+        is_same_call = self.forward is other.forward and self.num_call == other.num_call and self.site is other.site
+        q, other_q = self.q_BTHK, other.q_BTHK
+        return is_same_call and q.shape == other_q.shape and q.data_ptr() == other_q.data_ptr()
+
+
 class SiteHook:
     """Hook on one module that passes each call to the observer of the depth that it belongs to."""
 
@@ -426,7 +443,21 @@ class SiteHook:
         """Pass the inputs to the observer of the current depth."""
         observer = self.hook_of_call.get(self._call_index())
         if observer is not None and observer.needs_call:
+            self._check_queries(call)
             observer.on_call(call)
+
+    def _check_queries(self, call: ObservedCall) -> None:
+        """Raise if the module has computed attention for these queries in the same call of its forward."""
+        forward, inputs = _RUNNING_FORWARDS.get().get(self.site_hooks), call.attention_inputs
+        if forward is None or inputs is None:
+            return
+        queries = ModuleQueries(self.site, forward, forward[self.site], inputs.q_BTHK)
+        last, self.site_hooks.last_queries = self.site_hooks.last_queries, queries
+        if last is not None and queries.has_same_tokens(last):
+            raise ValueError(
+                f"{self.name} computes attention several times for the same queries in one forward call, so its heads "
+                "cannot be told apart; declare the heads of its output projection with hw.declare"
+            )
 
     def on_head_outputs(self, z: Tensor) -> Tensor | None:
         """Pass the outputs to the observer of the current depth."""

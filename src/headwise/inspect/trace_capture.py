@@ -464,7 +464,7 @@ def _make_trace(
     for name, recorder in recorders.items():
         if recorder.reason or not recorder.calls:
             skipped[name] = recorder.reason or "it was not called"
-    if len(skipped) == len(site_modules) and site_modules:
+    if skipped and recorders.keys() <= skipped.keys():
         raise ValueError(f"cannot record any attention layer: {next(iter(skipped.values()))}")
     layers = tuple(recorder.to_layer(streams[name]) for name, recorder in recorders.items() if name not in skipped)
     store = next(iter(recorders.values())).store

@@ -7,5 +7,7 @@ In order of precedence (`attention_sites.ADAPTERS`):
 - `example_run`: modules that computed attention while the model ran on an example.
 - `output_projection`: modules with an output projection that is found by name or declared (`declarations`).
 
+`output_path` decides whether heads are edited behind the attention function or at the output projection.
+
 `module_tracer` traces attention inside the forward of any module, also over an axis that joins batch and heads.
 """

@@ -8,6 +8,7 @@ objects as long as they live; copies of a module have none.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,13 +29,13 @@ from ..hooks import (
     WeightsOnlyCall,
     get_hooks,
     install_hooks,
-    run_output_hooks,
 )
 from ..method_patches import ForwardFunction, SharedPatch
 from ..site import Ability
 from . import module_tracer
 from .declarations import get_declaration
 from .module_tracer import BATCH_FIRST, AttentionTracer, JointAxis, TracedAttention, find_joint_axis
+from .output_path import edit_behind_function, edit_place, projection_overrides
 from .output_projection import (
     NUM_HEADS_NAMES,
     UNKNOWN_PATTERN,
@@ -82,12 +83,14 @@ class TracedAdapter(SiteAdapter):
         for path, module, layout in _known_layouts(model):
             if not layout.reason:
                 sizes = HeadSizes(layout.num_heads, layout.num_kv_heads, layout.head_dim)
-                ability = module_tracer.hook_ability(module)
+                observe, reason = module_tracer.hook_ability(module), edit_place(module).reason
+                ablate = Ability(False, reason) if reason else observe
+                forward = (SeparateHeadsForward if layout.separate_heads else TracedForward)(module, layout)
                 yield SiteModule(
-                    make_site(path, module, sizes, pattern=layout.pattern, observe=ability, ablate=ability),
+                    make_site(path, module, sizes, pattern=layout.pattern, observe=observe, ablate=ablate),
                     module,
                     self,
-                    overrides=((SeparateHeadsForward if layout.separate_heads else TracedForward)(module, layout),),
+                    overrides=(forward, *projection_overrides(module, layout.num_heads)),
                 )
 
     def patches(self) -> Sequence[SharedPatch]:
@@ -144,7 +147,7 @@ class TracedForward:
             for hook in hooks:
                 if hook.needs_call:
                     hook.on_call(traced.call)
-            return run_output_hooks(hooks, z_BTHV)
+            return edit_behind_function(self.module, hooks, z_BTHV)
 
         with AttentionTracer(on_attention, self.layout.joint_axis):
             result = run(*args, **kwargs)
@@ -176,7 +179,7 @@ class SeparateHeadsForward:
             for hook in hooks:
                 if hook.needs_call:
                     hook.on_call(WeightsOnlyCall(torch.cat([call.all_weights() for call in calls], 1)))
-            return run_output_hooks(hooks, torch.stack(list(outputs), 2)).unbind(2)
+            return edit_behind_function(self.module, hooks, torch.stack(list(outputs), 2)).unbind(2)
 
         with trace_separate_heads(on_heads):
             result = run(*args, **kwargs)
@@ -332,6 +335,7 @@ class JointAxisProbe:
 
     def run_forward(self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module as it is, then again, and compare the outputs."""
+        other_args, other_kwargs = copy.deepcopy((args, kwargs))  # a cache among them is changed by each run
         result, sizes = run(*args, **kwargs), list[int]()
 
         def change_slice(traced: TracedAttention) -> Tensor | None:
@@ -343,7 +347,7 @@ class JointAxisProbe:
             return changed
 
         with AttentionTracer(change_slice):
-            other = run(*args, **kwargs)
+            other = run(*other_args, **other_kwargs)
         self.num_attentions = len(sizes)
         before, after = _first_tensor(result), _first_tensor(other)
         if sizes and before is not None and after is not None and before.shape == after.shape:

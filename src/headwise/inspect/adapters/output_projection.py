@@ -104,6 +104,7 @@ HEAD_DIM_NAMES = (
     "key_value_proj_dim",
     "d_kv",
     "dim_head",
+    "v_head_dim",
 )
 CROSS_ATTENTION_NAME = re.compile(r"cross|enc_?dec|encoder_attn|multihead_attn", re.IGNORECASE)
 
@@ -308,7 +309,7 @@ class OutputProjectionAdapter(SiteAdapter):
                 projection,
                 self,
                 overrides=(
-                    ProjectionForward(projection, declaration.heads),
+                    ProjectionForward(projection, declaration.heads, projection),
                     AttentionForward(module, projection, declaration.heads),
                 ),
             )
@@ -317,7 +318,37 @@ class OutputProjectionAdapter(SiteAdapter):
         return ()
 
 
+class UnclearProjectionAdapter(SiteAdapter):
+    """Modules named "...Attention..." whose output projection is unclear; they are listed, but have no abilities."""
+
+    def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for path, module in modules.items():
+            guess = None if get_declaration(module) else _guess_projection(path, module, modules)
+            if guess is not None and guess.reason:
+                impossible = Ability(False, f"{guess.reason}; {BY_A_RUN}")
+                sizes = read_head_sizes(module)
+                yield SiteModule(make_site(path, module, sizes, observe=impossible, ablate=impossible), module, self)
+
+    def patches(self) -> Sequence[SharedPatch]:
+        return ()
+
+
+class ProjectionGuess(NamedTuple):
+    """Number of heads and path of an output projection, or the reason why it is unclear."""
+
+    heads: int
+    name: str
+    reason: str = ""
+
+
 def _guess_declaration(path: str, module: nn.Module, modules: dict[str, nn.Module]) -> AttentionDeclaration | None:
+    """Guess heads and projection from names, if they are clear."""
+    guess = _guess_projection(path, module, modules)
+    return None if guess is None or guess.reason else AttentionDeclaration(guess.heads, guess.name)
+
+
+def _guess_projection(path: str, module: nn.Module, modules: dict[str, nn.Module]) -> ProjectionGuess | None:
     """Guess heads and projection from names; the projection is a child, or a sibling as in BERT."""
     if "Attention" not in type(module).__name__ or isinstance(module, nn.MultiheadAttention):
         return None
@@ -325,13 +356,32 @@ def _guess_declaration(path: str, module: nn.Module, modules: dict[str, nn.Modul
     if not heads:
         return None
     parent = modules.get(path.rpartition(".")[0])
+    reason = "it has no output projection of a usual name"
     for name in OUTPUT_PROJECTION_NAMES:
         if name.startswith("^") and "Attention" not in type(parent).__name__:
             continue  # the sibling may belong to a feed-forward layer
         projection = modules.get(_projection_path(path, name))
-        if projection is not None and get_input_width(projection) and get_input_width(projection) % heads == 0:
-            return AttentionDeclaration(heads, name)
-    return None
+        width = 0 if projection is None else get_input_width(projection)
+        if not width or width % heads:
+            continue
+        dims = {read_positive_int(module, (attribute,)) for attribute in HEAD_DIM_NAMES} - {0}
+        if dims and width // heads not in dims:
+            sizes = " or ".join(f"{heads} heads of {dim}" for dim in sorted(dims))
+            reason = f"{name.removeprefix('^')} reads {width} channels, which are not {sizes}"
+            continue
+        if others := [child for child in _find_output_projections(module, width) if not is_within(child, name)]:
+            return ProjectionGuess(heads, name, f"it has several output projections ({name}, {', '.join(others)})")
+        return ProjectionGuess(heads, name)
+    return ProjectionGuess(heads, "", reason)
+
+
+def _find_output_projections(module: nn.Module, width: int) -> list[str]:
+    """Paths of projections with this number of input channels whose names contain the word "out"."""
+    return [
+        path
+        for path, child in module.named_modules()
+        if get_input_width(child) == width and "out" in re.split(r"[._]", path)
+    ]
 
 
 def _projection_path(path: str, name: str) -> str:
@@ -446,14 +496,18 @@ class AttentionForward:
 
 @dataclass(frozen=True)
 class ProjectionForward:
-    """Override of the forward of an output projection, whose input are the head outputs; ablation happens here."""
+    """Override of the forward of an output projection, whose input are the head outputs; ablation happens here.
+
+    The hooks are those of `hooked`: the projection itself, or the attention module.
+    """
 
     module: nn.Module
     num_heads: int
+    hooked: nn.Module
 
     def run_forward(self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the hooks on the head outputs, and project what they return."""
-        hooks = get_hooks(self.module)
+        hooks = get_hooks(self.hooked)
         if not hooks:
             return run(*args, **kwargs)
         z_BTHV = _split_heads(args[0], self.num_heads)

@@ -22,12 +22,13 @@ from ..hooks import (
     SiteModule,
     get_hooks,
     has_hooks,
-    run_output_hooks,
 )
 from ..method_patches import MethodPatch, SharedPatch
+from ..site import POSSIBLE, Ability
+from .declarations import get_declaration
+from .output_path import INTERFACE_GETTER, edit_behind_function, edit_place, projection_overrides
 from .output_projection import make_site, read_head_sizes
 
-INTERFACE_GETTER = "get_interface"
 BACKEND_NAME = "headwise"  # name of headwise's attention function in transformers
 # Functions whose mask has all pairs that are hidden, so that they ignore `sliding_window` and packed positions.
 MASK_BASED = ("eager", "sdpa", "flex_attention", BACKEND_NAME)
@@ -68,8 +69,13 @@ class TransformersAdapter(SiteAdapter):
         if "transformers" not in sys.modules:
             return
         for path, module in model.named_modules(remove_duplicate=False):
-            if uses_interface(type(module)):
-                yield SiteModule(make_site(path, module, read_head_sizes(module)), module, self)
+            declaration = get_declaration(module)
+            has_declared_heads = declaration is not None and declaration.projections is None
+            if uses_interface(type(module)) and not has_declared_heads:
+                sizes, place = read_head_sizes(module), edit_place(module)
+                ablate = Ability(False, place.reason) if place.reason else POSSIBLE
+                site = make_site(path, module, sizes, observe=ablate, ablate=ablate)
+                yield SiteModule(site, module, self, overrides=projection_overrides(module, sizes.num_heads))
 
     def patches(self) -> list[SharedPatch]:
         return [_interface_patch()]
@@ -112,7 +118,7 @@ def _call_with_hooks(function: Callable[..., Any], name: str, module: nn.Module,
         for hook in observers:
             hook.on_call(call)
     z, *rest = function(module, *args, **kwargs)
-    return run_output_hooks(hooks, z), *rest
+    return edit_behind_function(module, hooks, z), *rest
 
 
 def inputs_of_call(name: str, module: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> AttentionInputs:

@@ -1,0 +1,287 @@
+"""Where the head outputs of a module are edited: behind its attention function, or at its output projection.
+
+Setting a head to zero behind the attention function equals zero columns of the output projection if the code between
+the two keeps heads apart and zeros zero, as reshapes and gates do. Behind a norm or another function it does not, and
+the hooks run at the projection instead. `edit_place` reads this from the forward of a module that uses transformers'
+attention interface; `check_edit_places` measures it in two runs on an example.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from threading import get_ident
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ..hooks import AttentionHook, SiteModule, install_hooks, run_output_hooks
+from .declarations import get_input_width
+from .output_projection import ProjectionForward, is_within
+
+INTERFACE_GETTER = "get_interface"
+
+
+class EditPlace(NamedTuple):
+    """Where the heads of a module are edited: at the input of `projection`, or behind the attention function (None).
+
+    `reason` is set if heads cannot be edited at either place.
+    """
+
+    projection: nn.Module | None = None
+    reason: str = ""
+
+
+AT_FUNCTION = EditPlace()
+_MEASURED: WeakKeyDictionary[nn.Module, EditPlace] = WeakKeyDictionary()
+
+
+def edit_place(module: nn.Module) -> EditPlace:
+    """Where the heads of this module are edited, as measured on an example, or as its forward says."""
+    return _MEASURED.get(module) or _read_edit_place(module)
+
+
+def edit_behind_function(module: nn.Module, hooks: Sequence[AttentionHook], z: Tensor) -> Tensor:
+    """Run the hooks on head outputs, unless they run at the output projection."""
+    return z if edit_place(module).projection is not None else run_output_hooks(hooks, z)
+
+
+def projection_overrides(module: nn.Module, num_heads: int) -> tuple[ProjectionForward, ...]:
+    """Overrides that run the hooks of a module at its output projection, if its heads are edited there."""
+    projection = edit_place(module).projection
+    return () if projection is None else (ProjectionForward(projection, num_heads, module),)
+
+
+# --- Read from the source of a forward that calls transformers' attention interface -----------------------
+
+
+class ForwardSource(NamedTuple):
+    """Calls of the attention function one after the other, and the submodules that its output passes, in order."""
+
+    num_calls: int = 1
+    submodules: tuple[str, ...] = ()
+
+
+SEVERAL_CALLS = (
+    "it calls the attention function {} times in one forward call, so its query heads are not its output heads; call "
+    "hw.declare(module, heads=..., output=...) with the heads that its output projection reads"
+)
+
+
+def _read_edit_place(module: nn.Module) -> EditPlace:
+    source = read_forward(type(module))
+    if source.num_calls > 1:
+        return EditPlace(None, SEVERAL_CALLS.format(source.num_calls))
+    passes_function = False
+    for name in source.submodules:
+        submodule = getattr(module, name, None)
+        if isinstance(submodule, nn.Module) and get_input_width(submodule):
+            return EditPlace(submodule) if passes_function else AT_FUNCTION
+        if isinstance(submodule, nn.Module) and not isinstance(submodule, nn.Dropout | nn.Identity):
+            passes_function = True
+    return AT_FUNCTION
+
+
+@cache
+def read_forward(kind: type[nn.Module]) -> ForwardSource:
+    """Read the forward of a class, and follow the output of the attention function to the output projection."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
+    except (OSError, TypeError, SyntaxError):  # no source, as in frozen programs
+        return ForwardSource()
+    functions, followed, submodules = set[str](), set[str](), list[str]()
+    for statement in _statements(tree):
+        if any(isinstance(node, ast.Attribute) and node.attr == INTERFACE_GETTER for node in ast.walk(statement)):
+            functions |= set(_target_names(statement))
+            continue
+        calls = [node for node in reversed(list(ast.walk(statement))) if isinstance(node, ast.Call)]
+        submodules += [name for call in calls if (name := _called_submodule(call, followed))]
+        names = _names(statement)
+        if names & functions:
+            followed |= set(_target_names(statement)[:1])  # the second are the weights
+        elif names & followed:
+            followed |= set(_target_names(statement))
+    return ForwardSource(_count_calls(tree, functions), tuple(submodules))
+
+
+def _statements(tree: ast.AST) -> list[ast.Assign | ast.AnnAssign | ast.Return]:
+    """Assignments and returns, in the order of their lines."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign | ast.Return)]
+    return sorted(nodes, key=lambda node: node.lineno)
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def _target_names(statement: ast.stmt) -> list[str]:
+    """Names that a statement assigns, in order."""
+    names = [part for part in ast.walk(statement) if isinstance(part, ast.Name)]
+    return [name.id for name in names if isinstance(name.ctx, ast.Store)]
+
+
+def _called_submodule(call: ast.Call, followed: set[str]) -> str:
+    """Name of the submodule that a call gives one of the followed tensors; "" if it is another call."""
+    match call.func:
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return name if any(_names(argument) & followed for argument in call.args) else ""
+        case _:
+            return ""
+
+
+def _count_calls(tree: ast.AST, functions: set[str]) -> int:
+    """Largest number of statements of one block that call the attention function."""
+    blocks = [block for node in ast.walk(tree) for _, block in ast.iter_fields(node) if isinstance(block, list)]
+    return max(
+        [
+            1,
+            *(
+                sum(isinstance(node, ast.Assign) and _calls_one_of(node, functions) for node in block)
+                for block in blocks
+            ),
+        ]
+    )
+
+
+def _calls_one_of(statement: ast.Assign, functions: set[str]) -> bool:
+    calls = [node for node in ast.walk(statement.value) if isinstance(node, ast.Call)]
+    return any(isinstance(call.func, ast.Name) and call.func.id in functions for call in calls)
+
+
+# --- Measured on an example --------------------------------------------------------------------------------
+
+MAX_PROJECTIONS = 4  # linear layers to compare behind each attention computation: projections, and perhaps gates
+TOLERANCE = 1e-4  # of the largest input of a projection
+MIXED_HEADS = (
+    "the code between its heads and its output projection mixes them, so setting one to zero is not zero columns of "
+    "the projection; declare the heads of the projection with hw.declare"
+)
+
+
+class ProjectionInput(NamedTuple):
+    """A linear layer and its input."""
+
+    layer: nn.Module
+    x: Tensor
+
+
+class ProjectionRecorder:
+    """Records the inputs of the linear layers that run behind the first attention computation of each module.
+
+    With `expected`, the inputs of an earlier run, each input is compared, and replaced by the expected one, so that a
+    change of one module's heads does not reach the next module. `changes` has the first different input of each module.
+    """
+
+    def __init__(self, expected: Mapping[nn.Module, list[ProjectionInput]] | None = None) -> None:
+        self.expected, self.thread = expected, get_ident()
+        self.inputs: dict[nn.Module, list[ProjectionInput]] = {}
+        self.changes: dict[nn.Module, ProjectionInput] = {}
+        self.module: nn.Module | None = None
+
+    def start(self, module: nn.Module) -> None:
+        """The attention of a module was computed."""
+        self.module = None if module in self.inputs else module
+        self.inputs.setdefault(module, [])
+
+    def before_layer(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Global forward pre-hook: a layer gets these arguments."""
+        if self.module is None or get_ident() != self.thread or not get_input_width(layer):
+            return None
+        inputs = self.inputs[self.module]
+        if len(inputs) == MAX_PROJECTIONS or not args or not isinstance(args[0], Tensor):
+            return None
+        inputs.append(ProjectionInput(layer, args[0].detach().clone()))
+        if self.expected is None or len(self.expected[self.module]) < len(inputs):
+            return None
+        expected = self.expected[self.module][len(inputs) - 1]
+        if expected.layer is not layer or expected.x.shape != args[0].shape:
+            return None
+        if changed_columns(args[0], expected.x).any():
+            self.changes.setdefault(self.module, inputs[-1])
+        return (expected.x, *args[1:])
+
+
+def changed_columns(x: Tensor, expected: Tensor) -> Tensor:
+    """Boolean mask of the last axis: where two tensors differ."""
+    tolerance = TOLERANCE * float(expected.abs().max())
+    return ((x - expected).abs() > tolerance).flatten(0, -2).any(0)
+
+
+class LastHeadEraser:
+    """Hook that reports the attention of a module to a recorder, and sets its last head to zero if `erases`."""
+
+    needs_call = False
+
+    def __init__(self, module: nn.Module, recorder: ProjectionRecorder, erases: bool) -> None:
+        self.module, self.recorder, self.erases = module, recorder, erases
+
+    def on_call(self, call: Any) -> None:
+        """Ignore the inputs of the attention."""
+
+    def on_head_outputs(self, z: Tensor) -> Tensor | None:
+        """Set the last head to zero."""
+        self.recorder.start(self.module)
+        if not self.erases:
+            return None
+        erased = z.clone()
+        erased[..., -1, :] = 0
+        return erased
+
+
+def measure_edit_places(model: nn.Module, site_modules: Sequence[SiteModule], run: Callable[[], object]) -> None:
+    """Run the model twice, the second time with the last head of each module zero, and store where heads are edited.
+
+    `site_modules` are those whose heads are edited behind the attention function.
+    """
+    modules = {site_module.module: site_module for site_module in site_modules}
+    if not modules:
+        return
+    expected = _record_run(modules, run, ProjectionRecorder(), erases=False)
+    recorder = _record_run(modules, run, ProjectionRecorder(expected.inputs), erases=True)
+    layer_paths = {layer: path for path, layer in model.named_modules()}
+    for module, change in recorder.changes.items():
+        site = modules[module].site
+        x = next(other.x for other in expected.inputs[module] if other.layer is change.layer)
+        changed = changed_columns(change.x, x)
+        if not change.x[..., changed].any():
+            continue  # zero columns
+        path = layer_paths.get(change.layer)
+        owner = site.path if _has_projection(module) else site.path.rpartition(".")[0]
+        if path is None or not is_within(path, owner):
+            continue  # the projection is not a linear layer, and this is a layer behind it
+        _MEASURED[module] = _place_of_change(change.layer, changed, site.heads)
+
+
+def _record_run(
+    modules: Mapping[nn.Module, SiteModule], run: Callable[[], object], recorder: ProjectionRecorder, erases: bool
+) -> ProjectionRecorder:
+    hooks = {module: (LastHeadEraser(module, recorder, erases),) for module in modules}
+    patches = [patch for site_module in modules.values() for patch in site_module.adapter.patches()]
+    overrides = [override for site_module in modules.values() for override in site_module.overrides]
+    handle = register_module_forward_pre_hook(recorder.before_layer)  # pyright: ignore[reportArgumentType] - may return arguments
+    try:
+        with warnings.catch_warnings(), install_hooks(hooks, list(dict.fromkeys(patches)), overrides):
+            warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
+            run()
+    finally:
+        handle.remove()
+    return recorder
+
+
+def _has_projection(module: nn.Module) -> bool:
+    return any(get_input_width(child) for child in module.modules())
+
+
+def _place_of_change(layer: nn.Module, changed: Tensor, heads: int) -> EditPlace:
+    """Where to edit heads if the last of them changes these columns of the input of a projection."""
+    width = len(changed)
+    last_head = torch.arange(width, device=changed.device) >= width - width // heads
+    is_last_head = torch.equal(changed, last_head)  # a function of each channel
+    return EditPlace(layer) if width % heads == 0 and (is_last_head or changed.all()) else EditPlace(None, MIXED_HEADS)
