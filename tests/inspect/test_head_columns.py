@@ -7,7 +7,9 @@ projection that is not linear, several projections, or a projection that reads m
 from __future__ import annotations
 
 import copy
+import runpy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -208,3 +210,31 @@ def test_a_trace_tells_packed_sequences_from_several_maps_of_the_same_queries():
     assert [call.queries for call in layer.calls] == [(0, 3), (3, 6)]
     with pytest.raises(ValueError, match="several times for the same queries"):
         hw.trace(TwoMaps(is_packed=False).eval(), x)
+
+
+@torch.no_grad()
+def test_an_example_with_a_cache_is_run_twice_without_changing_it():
+    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 1) | {"d_model": 32, "attention_window": [4]}
+    sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
+    torch.manual_seed(0)
+    model = transformers.LEDModel(transformers.LEDConfig(vocab_size=67, max_encoder_position_embeddings=64, **sizes))
+    inputs = {"input_ids": IDS, "decoder_input_ids": IDS[:, :5]}
+    found = hw.sites(model.eval(), inputs)
+    assert [site.ablate.possible for site in found] == [True] * 3
+    expected = zero_columns(model, ["decoder.layers.0.self_attn.out_proj"], 8, 2)(**inputs)
+    with hw.ablate(model, [("decoder.0.attention", 2)]):
+        assert torch.allclose(model(**inputs)[0], expected[0], atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_coverage_check_finds_a_wrong_head(monkeypatch: pytest.MonkeyPatch):
+    """`tools/coverage_page.py` finds projections and columns on its own, so it sees an ablation of the next head."""
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    tool = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "coverage_page.py"))
+    assert tool["check_family"]("vit").ablated == "yes"
+    ablate = hw.ablate
+    monkeypatch.setattr(
+        hw, "ablate", lambda model, heads: ablate(model, [(site, (head + 1) % 4) for site, head in heads])
+    )
+    row = tool["check_family"]("vit")
+    assert (row.ablated, row.reason[:32]) == ("no", "ablation and zero columns differ")

@@ -391,7 +391,7 @@ def find_attention(model: nn.Module) -> list[SiteModule]:
         if not any(is_within(site_module.site.path, path) for path in paths)
     ]
     for site_module in UnclearProjectionAdapter().find_sites(model):
-        if not any(_contains(known.site.path, site_module.site.path) for known in site_modules):
+        if not any(_contains(other.site.path, site_module.site.path) for other in site_modules):
             site_modules.append(site_module)
     order = {path: n for n, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
     config_specs = ConfigSpecs.from_model(model)

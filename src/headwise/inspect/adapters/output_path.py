@@ -13,7 +13,6 @@ import inspect
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -69,6 +68,7 @@ class ForwardSource(NamedTuple):
     submodules: tuple[str, ...] = ()
 
 
+_SOURCES: WeakKeyDictionary[type[nn.Module], ForwardSource] = WeakKeyDictionary()
 SEVERAL_CALLS = (
     "it calls the attention function {} times in one forward call, so its query heads are not its output heads; call "
     "hw.declare(module, heads=..., output=...) with the heads that its output projection reads"
@@ -76,7 +76,8 @@ SEVERAL_CALLS = (
 
 
 def _read_edit_place(module: nn.Module) -> EditPlace:
-    source = read_forward(type(module))
+    kind = type(module)
+    source = _SOURCES.get(kind) or _SOURCES.setdefault(kind, read_forward(kind))
     if source.num_calls > 1:
         return EditPlace(None, SEVERAL_CALLS.format(source.num_calls))
     passes_function = False
@@ -89,7 +90,6 @@ def _read_edit_place(module: nn.Module) -> EditPlace:
     return AT_FUNCTION
 
 
-@cache
 def read_forward(kind: type[nn.Module]) -> ForwardSource:
     """Read the forward of a class, and follow the output of the attention function to the output projection."""
     try:
