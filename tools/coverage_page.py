@@ -120,8 +120,8 @@ HEAD_WIDTHS = (
 HIDDEN_SIZES = ("embed_dim", "hidden_size", "d_model", "n_embd", "dim")
 OUTPUT_PROJECTIONS = (
     "o_proj", "out_proj", "c_proj", "dense", "out_lin", "wo", "Wo", "o", "proj", "projection", "projection_layer",
-    "to_out", "to_out.0", "linear_out", "fc_out", "out", "output", "output_projection", "^output.dense",
-    "^attention_output.dense", "^output.out_proj", "^output", "^o_proj", "^out_proj", "^dense",
+    "to_out", "to_out.0", "linear_out", "fc_out", "out", "output", "output_projection", "attention_out",
+    "^output.dense", "^attention_output.dense", "^output.out_proj", "^output", "^o_proj", "^out_proj", "^dense",
 )  # fmt: skip
 
 
@@ -385,7 +385,7 @@ def check_weights(model: nn.Module, inputs: dict[str, Tensor], sites: list[Reach
 
 
 class OwnProjection(NamedTuple):
-    """An output projection, its number of heads and their width, read without headwise."""
+    """An output projection, its number of heads and their width."""
 
     path: str
     heads: int
@@ -395,9 +395,9 @@ class OwnProjection(NamedTuple):
 def find_projection(model: nn.Module, path: str) -> OwnProjection | None:
     """Return the output projection of the attention module at `path`, by names, sizes and the config alone."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    module, parent = modules[path], path.rpartition(".")[0]
-    sources = [module, getattr(module, "config", None)]
-    sources += [getattr(modules[outer], "config", None) for outer in outer_paths(path)]
+    module, parent, parts = modules[path], path.rpartition(".")[0], path.split(".")
+    around = [".".join(parts[:end]) for end in reversed(range(len(parts) + 1))]  # the innermost first
+    sources = [module, *(getattr(modules[outer], "config", None) for outer in around)]
     heads = first_int(sources, NUM_HEADS)
     for name in OUTPUT_PROJECTIONS:
         place = f"{parent}.{name[1:]}".strip(".") if name.startswith("^") else f"{path}.{name}".strip(".")
@@ -412,12 +412,6 @@ def find_projection(model: nn.Module, path: str) -> OwnProjection | None:
         if width and columns % width == 0:  # the projection may also read other channels, after those of the heads
             return OwnProjection(place, min(heads, columns // width), width)
     return None
-
-
-def outer_paths(path: str) -> list[str]:
-    """Return the paths of the modules that contain the module at `path`, the innermost first."""
-    parts = path.split(".")
-    return [".".join(parts[:end]) for end in reversed(range(len(parts)))]
 
 
 def first_int(sources: list[Any], names: tuple[str, ...]) -> int:
@@ -486,26 +480,16 @@ def check_family(family: str) -> Row | None:
         return None
     cls = cls[0] if isinstance(cls, tuple) else cls
     row = Row(family, cls.__name__, "", 0, "no", "no", "")
-    candidates = configs(kind, family)
     best: Row | None = None
-    while True:
-        try:
-            config = next(candidates)
-        except StopIteration:
-            break
-        except Exception as error:
-            best = best or row._replace(reason=f"config failed: {format_error(error)}")
-            break
-        result = check_config(row, cls, config)
-        if best is None or _rank(result) > _rank(best):
-            best = result
-        if result.ablated == "yes":
-            break
+    try:
+        for config in configs(kind, family):
+            result = check_config(row, cls, config)
+            best = max(best or result, result, key=lambda row: (row.ablated, row.traced, row.sites > 0))
+            if result.ablated == "yes":
+                break
+    except Exception as error:
+        best = best or row._replace(reason=f"config failed: {format_error(error)}")
     return best
-
-
-def _rank(row: Row) -> tuple[str, str, bool]:
-    return row.ablated, row.traced, row.sites > 0
 
 
 def check_config(row: Row, cls: Any, config: Any) -> Row:
@@ -576,7 +560,7 @@ class FamilyTimeout(BaseException):
 
 
 def raise_timeout(*_: object) -> None:
-    """Handle the signal that a family takes too long."""
+    """Signal handler."""
     raise FamilyTimeout
 
 

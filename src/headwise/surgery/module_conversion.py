@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from ..errors import SpecError, suggest
 from ..inspect.ablation import ablate
 from ..inspect.adapters.declarations import AttentionSite, copy_declared, declare, get_declaration
+from ..inspect.adapters.output_path import edits_at_function
 from ..inspect.attention_sites import find_attention
 from ..inspect.model_inputs import ModelInputs, prepare_inputs
 from ..inspect.site import Site
@@ -185,7 +186,8 @@ def _find_projections(
             raise SpecError(f"cannot convert {site.name}: its output does not depend on {projections.q}, "
                             f"{projections.k} and {projections.v} on this example; give another")  # fmt: skip
         first_group = range(site.heads // projections.num_kv_heads)
-        with ablate(model, [(site.name, head) for head in first_group]):
+        # behind a norm over all heads, outputs would depend on the ablated group
+        with edits_at_function(), ablate(model, [(site.name, head) for head in first_group]):
             ablated = [run_and_record(model, inputs, [site.path], new) for new in (tensors, {})]
         belong_to_heads = largest_difference(*ablated) <= TOLERANCE
         if belong_to_heads and (

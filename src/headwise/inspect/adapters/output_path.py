@@ -12,7 +12,9 @@ import ast
 import inspect
 import textwrap
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -40,11 +42,22 @@ class EditPlace(NamedTuple):
 
 AT_FUNCTION = EditPlace()
 _MEASURED: WeakKeyDictionary[nn.Module, EditPlace] = WeakKeyDictionary()
+_IS_AT_FUNCTION: ContextVar[bool] = ContextVar("is_at_function", default=False)
 
 
 def edit_place(module: nn.Module) -> EditPlace:
     """Where the heads of this module are edited, as measured on an example, or as its forward says."""
-    return _MEASURED.get(module) or _read_edit_place(module)
+    return AT_FUNCTION if _IS_AT_FUNCTION.get() else _MEASURED.get(module) or _read_edit_place(module)
+
+
+@contextmanager
+def edits_at_function() -> Iterator[None]:
+    """Context in which all heads are edited behind the attention function, also where a norm follows."""
+    token = _IS_AT_FUNCTION.set(True)
+    try:
+        yield
+    finally:
+        _IS_AT_FUNCTION.reset(token)
 
 
 def edit_behind_function(module: nn.Module, hooks: Sequence[AttentionHook], z: Tensor) -> Tensor:
