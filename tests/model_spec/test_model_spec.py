@@ -84,7 +84,16 @@ EVERY = (
             stack(
                 block(
                     feed=ExpertsSpec(
-                        FeedForwardSpec(7, "silu", "gated", "ugd"), 5, 2, FeedForwardSpec(3), "sigmoid", "constant", 2.5
+                        FeedForwardSpec(7, "silu", "gated", "ugd"),
+                        6,
+                        2,
+                        FeedForwardSpec(3),
+                        "sigmoid",
+                        "constant",
+                        2.5,
+                        groups=3,
+                        active_groups=2,
+                        group_score="top2",
                     )
                 ),
                 block(norm=NormSpec("rms", 1e-3), placement="sandwich"),
@@ -398,6 +407,10 @@ FeedForwardSpec(7, bias="g") -> bias='g' .. 'ud'
 FeedForwardSpec(7, form="gate") -> form='gate' .. did you mean 'gated'
 ExpertsSpec(FeedForwardSpec(3), 2, 3) -> active=3 .. count=2 .. at most 2
 ExpertsSpec(FeedForwardSpec(3), 2, 1, scores="max") -> scores='max'
+ExpertsSpec(FeedForwardSpec(3), 6, 1, groups=4) -> groups=4 .. must divide count=6 .. give a divisor
+ExpertsSpec(FeedForwardSpec(3), 6, 1, groups=3, active_groups=4) -> active_groups=4 .. at most 3
+ExpertsSpec(FeedForwardSpec(3), 6, 3, groups=3, active_groups=1) -> active=3 .. 1 groups of 2 experts .. at most 2
+ExpertsSpec(FeedForwardSpec(3), 6, 1, groups=6, group_score="top2") -> needs two experts per group, got 1 .. fewer
 PositionSpec("learned") -> length=512
 PositionSpec("rotary", 3) -> kind='rotary'
 EmbeddingSpec() -> exactly one of tokens= and patches=
@@ -537,9 +550,8 @@ def test_numbers_of_a_config_are_exact():
 def test_omissions_are_noted():
     options = {"auto_map": {"AutoModel": "x.Y"}, "quantization_config": {"bits": 4}, "num_nextn_predict_layers": 1}
     notes = "\n".join(config("deepseek_v3", architectures=["DeepseekV3Model"], **options).notes)
-    for word in ("auto_map names code", "quantization_config", "num_nextn_predict_layers", "n_group"):
-        assert (word in notes) == (word != "n_group")
-    assert "n_group" in "\n".join(config("deepseek_v3", n_group=8).notes)
+    for word in ("auto_map names code", "quantization_config", "num_nextn_predict_layers"):
+        assert word in notes
     assert config("llama").notes == ("architectures is missing; read as LlamaForCausalLM",)
     assert config("llama", architectures=["LlamaModel"]).notes == ()
 

@@ -255,11 +255,17 @@ def brute(experts_spec: bp.ExpertsSpec, p: Any, x: Tensor) -> Tensor:
     out = []
     for row in x.flatten(0, 1):
         logits = p.router @ row + (p.router_bias if experts_spec.bias == "learned" else 0)
-        score = {"softmax": logits.softmax(0), "chosen": logits, "sigmoid": logits.sigmoid()}[experts_spec.scores]
+        kinds = {"softmax": logits.softmax(0), "chosen": logits}
+        score = kinds.get(experts_spec.scores, logits.sigmoid())
         visible = score + (p.router_bias if experts_spec.bias == "constant" else 0)
-        best = sorted(range(experts_spec.count), key=lambda expert: -visible[expert])[: experts_spec.active]
+        groups = visible.view(experts_spec.groups, -1).sort(descending=True).values
+        totals = groups[:, : 2 if experts_spec.group_score == "top2" else 1].sum(-1).tolist()
+        open_groups = sorted(range(len(totals)), key=lambda group: -totals[group])[: experts_spec.active_groups]
+        members = [expert for expert in range(experts_spec.count) if expert // groups.shape[1] in open_groups]
+        best = sorted(members, key=lambda expert: -visible[expert])[: experts_spec.active]
         share = score[best]
-        share = {"softmax": share, "chosen": share.softmax(0), "sigmoid": share / share.sum()}[experts_spec.scores]
+        kinds = {"chosen": share.softmax(0), "sigmoid": share / share.sum()}
+        share = kinds.get(experts_spec.scores, share)
         y = torch.zeros_like(row)
         for weight, expert in zip(share, best, strict=True):
             gate, up = (getattr(p.each, name)[expert] @ row for name in ("gate", "up"))
@@ -271,10 +277,12 @@ def brute(experts_spec: bp.ExpertsSpec, p: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("bias", ["", "learned", "constant"])
-@pytest.mark.parametrize("scores", ["softmax", "chosen", "sigmoid"])
-def test_experts_follow_their_router(scores: str, bias: str):
+@pytest.mark.parametrize("groups", [(1, 1, "max"), (3, 2, "max"), (3, 1, "top2"), (3, 2, "top2"), (2, 2, "top2")])
+@pytest.mark.parametrize("scores", ["softmax", "chosen", "sigmoid", "sigmoid_sum"])
+def test_experts_follow_their_router(scores: str, groups: tuple[int, int, str], bias: str):
     shared = bp.FeedForwardSpec(3, "relu") if bias else None
-    experts_spec = bp.ExpertsSpec(bp.FeedForwardSpec(7, "silu", "gated", "g"), 5, 2, shared, scores, bias, scale=1.7)
+    each = bp.FeedForwardSpec(7, "silu", "gated", "g")
+    experts_spec = bp.ExpertsSpec(each, 6, 2, shared, scores, bias, 1.7, *groups)
     feed = MixtureOfExperts(experts_spec, 6).double()
     with torch.no_grad():
         for tensor in (*feed.parameters(), *feed.buffers()):

@@ -14,11 +14,16 @@ from .config_reader import TransformersConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "su")
 LLAMA3_RAMP = (("low", 1.0), ("high", 4.0))
+SHARED_ROPE_KEYS = ("partial_rotary_factor",)  # top-level keys that concern every layer type
 SLIDING_ATTENTION, FULL_ATTENTION = "sliding_attention", "full_attention"
 
 
 class RopeConfig:
-    """RoPE settings of a config: top-level keys, or a table rope_scaling or rope_parameters."""
+    """RoPE settings of a config: top-level keys, or a table rope_scaling or rope_parameters.
+
+    `rotary_fraction` is the share of rotated channels where partial_rotary_factor is missing. Families without it
+    rotate all channels: transformers does not read the key there, so other values than 1 are refused.
+    """
 
     def __init__(
         self,
@@ -26,9 +31,9 @@ class RopeConfig:
         length: int,
         theta: float = 10_000.0,
         default: Mapping[str, Any] | None = None,
-        rotary_fraction: float = 1.0,
+        rotary_fraction: float | None = None,
     ) -> None:
-        self.length = config.read_int("original_max_position_embeddings", default=length)
+        self.length = length
         tables = [config.read_table(name) for name in ("rope_scaling", "rope_parameters")]
         table = next(
             (table for table in tables if table and table.values), TransformersConfig(default or {}, config.source)
@@ -38,9 +43,9 @@ class RopeConfig:
             table.fail(f"{nested[0]} has angles of its own", "this family uses one RoPE in all layers; give one table")
         self.table = table
         self.theta = table.read_float("rope_theta", default=config.read_float("rope_theta", default=theta))
-        self.rotary_fraction = table.read_float(
-            "partial_rotary_factor", default=config.read_float("partial_rotary_factor", default=rotary_fraction)
-        )
+        self.rotary_fraction = _read_rotary_fraction(config, table, rotary_fraction)
+        pretrained = config.read_optional_int("original_max_position_embeddings")  # precedes the key of the table
+        self.original_length = pretrained or table.read_int("original_max_position_embeddings", default=length)
         name = "rope_type" if "rope_type" in table.values else "type"
         self.rope_type = table.read_choice(name, "default", ROPE_TYPES)
 
@@ -62,18 +67,15 @@ class RopeConfig:
     def attention_with_limits(self, spec: AttentionSpec) -> AttentionSpec | ApproximateAttention:
         """Return `spec`, marked as approximate if its RoPE depends on the sequence length ("dynamic", "longrope")."""
         if self.rope_type in ("longrope", "su"):
-            detail = f"divides each frequency by its own factor, with other factors beyond {self.length} tokens"
+            detail = (
+                f"divides each frequency by its own factor, with other factors beyond {self.original_length} tokens"
+            )
             return ApproximateAttention(spec, f"rope_type {self.rope_type!r} {detail}, and rescales queries and keys")
         if self.rope_type != "dynamic":
             return spec
         return ApproximateAttention(
             spec, f"rope_type 'dynamic' rescales the base with the sequence length; exact up to {self.length} tokens"
         )
-
-    @property
-    def original_length(self) -> int:
-        """The context length of pretraining, before RoPE scaling."""
-        return self.table.read_int("original_max_position_embeddings", default=self.length)
 
     @property
     def factor(self) -> float:
@@ -109,13 +111,26 @@ class RopeConfig:
         return YaRN(self.factor, self.original_length, fast, slow, ramp, swelling)
 
 
+def _read_rotary_fraction(config: TransformersConfig, table: TransformersConfig, usual: float | None) -> float:
+    """Return the share of rotated channels; `usual` is None in families that rotate all of them."""
+    name = "partial_rotary_factor"
+    if usual is not None:
+        return table.read_float(name, default=config.read_float(name, default=usual))
+    for settings in (config, table):
+        settings.require_default(name, 1.0, "is not read by transformers, which rotates all channels of this family")
+    return 1.0
+
+
+WINDOW_REMEDY = "give sliding_window, with use_sliding_window = true if the family has that key"
+
+
 def read_layer_patterns(config: TransformersConfig, layers: int, default: list[str], window: int | None) -> list[str]:
     """Return the attention pattern of each layer; `default` holds the layer types of a config without layer_types."""
     types = config.read_choices("layer_types", (SLIDING_ATTENTION, FULL_ATTENTION)) or default
     if len(types) != layers:
         config.fail(f"layer_types names {len(types)} layers of {layers}", f"name {layers}")
     if SLIDING_ATTENTION in types and window is None:
-        config.fail(f"layer_types names {SLIDING_ATTENTION!r} without a sliding_window", "give sliding_window")
+        config.fail(f"layer_types names {SLIDING_ATTENTION!r} without a sliding_window", WINDOW_REMEDY)
     return [f"window({window})" if kind == SLIDING_ATTENTION else "causal()" for kind in types]
 
 
@@ -129,13 +144,18 @@ def read_ropes_by_layer_type(
             "rope_parameters has no table for a layer type",
             f"write {FULL_ATTENTION} = {{...}} and {SLIDING_ATTENTION} = {{...}}",
         )
-    scaling = config.read_table("rope_scaling")
-    tables: dict[str, dict[str, Any]] = {SLIDING_ATTENTION: {}, FULL_ATTENTION: dict(scaling.values) if scaling else {}}
-    for kind, table in tables.items():
-        own = by_type and by_type.read_table(kind)
-        table |= {"rope_theta": thetas[kind]} | (dict(own.values) if own else {})
+    own_tables = {kind: by_type and by_type.read_table(kind) for kind in (SLIDING_ATTENTION, FULL_ATTENTION)}
+    tables = {kind: dict(own.values) if own else dict[str, Any]() for kind, own in own_tables.items()}
+    if scaling := config.read_table("rope_scaling"):
+        if "rope_type" not in scaling.values:
+            scaling.fail("rope_type is missing, without which transformers does not scale", "add rope_type")
+        tables[FULL_ATTENTION] |= scaling.values
+    shared = {key: config.values[key] for key in SHARED_ROPE_KEYS if key in config.values}
     return {
-        kind: RopeConfig(TransformersConfig({"rope_parameters": table}, config.source), length)
+        kind: RopeConfig(
+            TransformersConfig(shared | {"rope_parameters": {"rope_theta": thetas[kind]} | table}, config.source),
+            length,
+        )
         for kind, table in tables.items()
     }
 

@@ -54,8 +54,15 @@ class TransformersConfig:
         raise SpecError(f"{self.source}: {fact}; {remedy}")
 
     def find_key(self, names: Sequence[str], default: Any) -> tuple[str, Any]:
-        """Return the name and value of the first key that is present, or the first name and `default`."""
+        """Return the name and value of the key that is present, or the first name and `default`.
+
+        Several names of one setting must have the same value, because transformers uses one or the other.
+        """
         present = [name for name in names if name in self.values]
+        for other in present[1:]:
+            if self.values[other] != self.values[present[0]]:
+                fact = f"{present[0]} = {self.values[present[0]]!r} and {other} = {self.values[other]!r}"
+                self.fail(f"{fact} are names of one setting", "give the same value, or leave one out")
         return (present[0], self.values[present[0]]) if present else (names[0], default)
 
     def read_int(self, *names: str, default: int, minimum: int = 1, maximum: int | None = None) -> int:
@@ -88,11 +95,11 @@ class TransformersConfig:
         return None if self.values.get(name) is None else self.read_float(name, default=1.0)
 
     def read_bool(self, name: str, default: bool) -> bool:
-        """Return true or false; null counts as missing."""
-        value = self.values.get(name)
+        """Return true or false; null counts as false, as in transformers."""
+        value = self.values.get(name, default)
         if value is not None and not isinstance(value, bool):
             self.fail(f"{name} = {value!r} is neither true nor false", "give one of them")
-        return default if value is None else value
+        return bool(value)
 
     def read_choice(self, name: str, default: str, choices: Iterable[str]) -> str:
         """Return a string that is one of `choices`."""

@@ -39,30 +39,48 @@ class DeepseekDefaults(NamedTuple):
     active: int
     expert: int
     shared: int
+    groups: int
+    active_groups: int
 
 
-V2_DEFAULTS = DeepseekDefaults(102400, 4096, 11008, 32, 32, 2048, dense=0, experts=64, active=6, expert=1407, shared=2)
-V3_DEFAULTS = DeepseekDefaults(
-    129280, 7168, 18432, 61, 128, 4096, dense=3, experts=256, active=8, expert=2048, shared=1
-)
+V2_EXPERTS = {"dense": 0, "experts": 64, "active": 6, "expert": 1407, "shared": 2, "groups": 1, "active_groups": 1}
+V3_EXPERTS = {"dense": 3, "experts": 256, "active": 8, "expert": 2048, "shared": 1, "groups": 8, "active_groups": 4}
+V2_DEFAULTS = DeepseekDefaults(102400, 4096, 11008, 32, 32, 2048, **V2_EXPERTS)
+V3_DEFAULTS = DeepseekDefaults(129280, 7168, 18432, 61, 128, 4096, **V3_EXPERTS)
+V2_METHODS = ("greedy", "group_limited_greedy")
+UNREAD_ROUTING = "is not what transformers computes, which does not read the key"
 
 
 @register_family("deepseek_v2", "DeepseekV2")
 def read_deepseek_v2(config: TransformersConfig, task: str) -> ModelSpec:
-    """Read DeepSeek-V2 (2405.04434); a softmax chooses the experts."""
-    routing = {"scores": "softmax", "scale": config.read_float("routed_scaling_factor", default=1.0)}
+    """Read DeepSeek-V2 (2405.04434); a softmax chooses the experts, in the larger sizes within groups."""
+    config.require_default("norm_topk_prob", False, UNREAD_ROUTING)
+    config.require_default("scoring_func", "softmax", UNREAD_ROUTING)
+    routing: dict[str, Any] = {"scale": config.read_float("routed_scaling_factor", default=1.0)}
+    if config.read_choice("topk_method", "greedy", V2_METHODS) == "group_limited_greedy":
+        routing |= _read_groups(config, V2_DEFAULTS)
     return _build_deepseek(config, task, V2_DEFAULTS, "interleaved", routing)
 
 
 @register_family("deepseek_v3", "DeepseekV3")
 def read_deepseek_v3(config: TransformersConfig, task: str) -> ModelSpec:
-    """Read DeepSeek-V3 (2412.19437); sigmoids with a load-balancing bias choose the experts."""
-    scale = config.read_float("routed_scaling_factor", default=2.5)
-    routing = {"scores": "sigmoid", "bias": "constant", "scale": scale}
+    """Read DeepSeek-V3 (2412.19437); sigmoids with a load-balancing bias choose the experts within groups."""
+    config.require_default("topk_method", "noaux_tc", UNREAD_ROUTING)
+    config.require_default("scoring_func", "sigmoid", UNREAD_ROUTING)
+    is_normalised = config.read_bool("norm_topk_prob", True)
+    routing: dict[str, Any] = {"scores": "sigmoid" if is_normalised else "sigmoid_sum", "bias": "constant"}
+    routing |= {"scale": config.read_float("routed_scaling_factor", default=2.5), "group_score": "top2"}
+    routing |= _read_groups(config, V3_DEFAULTS)
     pairs = "interleaved" if config.read_bool("rope_interleave", True) else "half"
     if config.read_int("num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0):
         config.add_note("num_nextn_predict_layers: the multi-token prediction layers are left out, as in transformers")
     return _build_deepseek(config, task, V3_DEFAULTS, pairs, routing)
+
+
+def _read_groups(config: TransformersConfig, usual: DeepseekDefaults) -> dict[str, int]:
+    """Return the number of groups of experts, and of those that each token may use."""
+    groups = config.read_int("n_group", default=usual.groups)
+    return {"groups": groups, "active_groups": config.read_int("topk_group", default=usual.active_groups)}
 
 
 def _build_deepseek(
@@ -84,8 +102,6 @@ def _build_deepseek(
     shared = config.read_int("n_shared_experts", default=usual.shared, minimum=0)
     shared_expert = replace(each, hidden=shared * each.hidden, bias=bias) if shared else None
     experts = ExpertsSpec(each, count, active, shared_expert, **routing)
-    if config.read_optional_int("n_group", default=1) != 1:
-        config.add_note("n_group: experts are chosen within groups, which does not change parameter counts or costs")
     blocks = [BlockSpec(attention, feed=dense_feed if depth < dense else experts, norm=norm) for depth in range(layers)]
 
     tokens = config.read_int("vocab_size", default=usual.vocab_size)

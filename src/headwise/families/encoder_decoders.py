@@ -163,8 +163,9 @@ def _make_stack(
 
 def make_bart_blocks(config: TransformersConfig, variant: BartVariant, model: int, stack: str) -> list[BlockSpec]:
     """Return the layers of one stack, "encoder" or "decoder"."""
-    layers = config.read_num_layers(f"{stack}_layers", default=variant.layers)
-    heads = config.read_num_heads(f"{stack}_attention_heads", default=variant.heads)
+    other_names = ("num_hidden_layers", "num_attention_heads") if stack == "encoder" else ()
+    layers = config.read_num_layers(f"{stack}_layers", *other_names[:1], default=variant.layers)
+    heads = config.read_num_heads(f"{stack}_attention_heads", *other_names[1:], default=variant.heads)
     config.resolve_head_dim(model, heads)
     hidden = config.read_int(f"{stack}_ffn_dim", default=variant.hidden)
     feed = FeedForwardSpec(hidden, config.read_activation("activation_function", variant.activation), bias="ud")
@@ -313,6 +314,8 @@ def read_t5(config: TransformersConfig, task: str) -> ModelSpec:
         "ForTokenClassification": [classes],
     }
     kind, num_stacks = ("encoder", 1) if task in ("EncoderModel", "ForTokenClassification") else ("encoder-decoder", 2)
+    if num_stacks == 2:
+        config.require_default("is_encoder_decoder", True, "removes the attention from decoder to encoder")
     return ModelSpec("t5", kind, stacks[:num_stacks], select_heads(config, task, heads_by_task), tuple(config.notes))
 
 

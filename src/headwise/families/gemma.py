@@ -58,10 +58,10 @@ def read_gemma3_text(config: TransformersConfig, task: str) -> ModelSpec:
     norm = NormSpec("offset", config.read_float("rms_norm_eps", default=1e-6))
     scale = make_dot(config.read_float("query_pre_attn_scalar", default=256) ** -0.5, sizes.dim**-0.5)
     design_args: dict[str, Any] = {**sizes.design_args, "bias": _read_bias(config), "similarity": scale}
-    caps = () if config.read_optional_float("attn_logit_softcapping") is None else (_make_softcap(config),)
+    config.require_default("attn_logit_softcapping", None, "is not applied by transformers in Gemma 3")
 
     def attention(kind: str) -> model_builders.LayerAttention:
-        turns = (QKNorm("offset", eps=norm.eps), ropes[kind].make_rotary(sizes.dim), *caps)
+        turns = (QKNorm("offset", eps=norm.eps), ropes[kind].make_rotary(sizes.dim))
         pattern = f"window({window})" if kind == SLIDING_ATTENTION else "causal()"
         return ropes[kind].attention_with_limits(design(**design_args, pattern=pattern, modifiers=turns))
 
@@ -82,10 +82,6 @@ def read_gemma3(config: TransformersConfig, task: str) -> ModelSpec:
 
 def _read_bias(config: TransformersConfig) -> str:
     return "qkvo" if config.read_bool("attention_bias", False) else ""
-
-
-def _make_softcap(config: TransformersConfig) -> Softcap:
-    return Softcap(config.read_float("attn_logit_softcapping", default=50.0))
 
 
 def _read_feed_forward(config: TransformersConfig, act: str, usual: int) -> FeedForwardSpec:

@@ -253,7 +253,7 @@ def read_smollm3(config: TransformersConfig, task: str) -> ModelSpec:
     uses_rope = _read_rope_layers(config, layers)
     window = config.read_optional_int("sliding_window") if config.read_bool("use_sliding_window", False) else None
     default_types = [SLIDING_ATTENTION if window and not rope_flag else FULL_ATTENTION for rope_flag in uses_rope]
-    types = read_layer_types(config, layers, default_types, window or 1)
+    types = read_layer_types(config, layers, default_types, window)
     bias = "qkvo" if config.read_bool("attention_bias", False) else ""
 
     def attention(kind: tuple[str, int]) -> model_builders.LayerAttention:

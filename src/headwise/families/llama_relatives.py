@@ -232,7 +232,7 @@ def read_phi3(config: TransformersConfig, task: str) -> ModelSpec:
     """Read Phi-3 (2404.14219); Q, K and V are stored as one matrix, gate and up projections as another."""
     sizes = model_builders.read_decoder_sizes(config, model=3072, heads=32)
     usual = config.read_int("original_max_position_embeddings", default=4096)
-    rope = RopeConfig(config, usual)
+    rope = RopeConfig(config, usual, rotary_fraction=1.0)
     if rope.rope_type == "yarn":
         rope.rope_type = "su"  # early files call longrope "yarn"; transformers reads them in this way too
     window = config.read_optional_int("sliding_window")

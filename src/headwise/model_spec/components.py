@@ -241,17 +241,21 @@ class ExpertsSpec(SpecNode):
     """Mixture of experts: a router picks `active` of `count` feed-forwards per token; `shared` processes every token.
 
     scores="softmax" is a softmax over all experts, "chosen" a softmax over the chosen experts, "sigmoid" a sigmoid of
-    each score, normalised over the chosen experts. bias="learned" adds a trained bias to the router's logits;
-    "constant" a bias that only affects the choice of experts and is set by load balancing (DeepSeek-V3, 2412.19437).
-    The sum of the chosen experts' outputs is multiplied by `scale`.
+    each score, normalised over the chosen experts, "sigmoid_sum" the same without normalisation. bias="learned" adds a
+    trained bias to the router's logits; "constant" a bias that only affects the choice of experts and is set by load
+    balancing (DeepSeek-V3, 2412.19437). The sum of the chosen experts' outputs is multiplied by `scale`.
+
+    Experts form `groups` of equal size, and each token uses experts of only `active_groups` of them: the groups with
+    the highest single score (group_score="max", DeepSeek-V2, 2405.04434) or sum of two scores ("top2", DeepSeek-V3).
 
     >>> [w.name for w in ExpertsSpec(FeedForwardSpec(3), count=4, active=2).weights(7)]
     ['router', 'each.up', 'each.down']
     """
 
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "scores": ("softmax", "chosen", "sigmoid"),
+        "scores": ("softmax", "chosen", "sigmoid", "sigmoid_sum"),
         "bias": ("", "learned", "constant"),
+        "group_score": ("max", "top2"),
     }
     each: FeedForwardSpec
     count: int
@@ -260,12 +264,33 @@ class ExpertsSpec(SpecNode):
     scores: str = "softmax"
     bias: str = ""
     scale: float = 1.0
+    groups: int = 1
+    active_groups: int = 1
+    group_score: str = "max"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.active > self.count:
             raise SpecError(
                 f"ExpertsSpec(active={self.active}) is more than count={self.count}; use at most {self.count}"
+            )
+        if self.groups > 1:
+            self._check_groups()
+
+    def _check_groups(self) -> None:
+        """Raise if the experts cannot be chosen within groups of equal size."""
+        size = self.count // self.groups
+        if self.count % self.groups:
+            raise SpecError(f"ExpertsSpec(groups={self.groups}) must divide count={self.count}; give a divisor")
+        if self.active_groups > self.groups:
+            limit = f"use at most {self.groups}"
+            raise SpecError(f"ExpertsSpec(active_groups={self.active_groups}) exceeds groups={self.groups}; {limit}")
+        if self.active > self.active_groups * size:
+            fact = f"ExpertsSpec(active={self.active}) is more than {self.active_groups} groups of {size} experts hold"
+            raise SpecError(f"{fact}; use at most {self.active_groups * size}, or a larger active_groups")
+        if self.group_score == "top2" and size < 2:
+            raise SpecError(
+                f"ExpertsSpec(group_score='top2') needs two experts per group, got {size}; use fewer groups"
             )
 
     def weights(self, width: int) -> Iterator[WeightSpec]:

@@ -218,6 +218,8 @@ class MixtureOfExperts(HasParallelContext, SpecModule):
         logits = F.linear(flat.to(dtype), cast(Tensor, self.router).to(dtype), learned)
         score = ROUTER_SCORES[spec.scores](logits)
         ranking = score if bias is None or learned is not None else score + bias
+        if spec.active_groups < spec.groups:
+            ranking = _keep_best_groups(ranking, spec)
         chosen = ranking.topk(spec.active, dim=-1).indices
         share = score.gather(-1, chosen)
         if spec.scores == "chosen":
@@ -239,8 +241,19 @@ class MixtureOfExperts(HasParallelContext, SpecModule):
         return torch.einsum("ne,end->nd", weights, self.each(flat))
 
 
+def _keep_best_groups(ranking: Tensor, spec: ExpertsSpec) -> Tensor:
+    """Return the ranking [tokens, expert] with -inf for experts outside each token's best groups."""
+    grouped = ranking.unflatten(-1, (spec.groups, -1))
+    best_scores = grouped.topk(2 if spec.group_score == "top2" else 1, dim=-1).values
+    best_groups = best_scores.sum(-1).topk(spec.active_groups, dim=-1).indices
+    is_excluded = torch.ones(grouped.shape[:-1], dtype=torch.bool, device=ranking.device)
+    is_excluded = is_excluded.scatter(-1, best_groups, False)
+    return grouped.masked_fill(is_excluded.unsqueeze(-1), -torch.inf).flatten(-2)
+
+
 ROUTER_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),
     "chosen": lambda logits: logits,
     "sigmoid": torch.sigmoid,
+    "sigmoid_sum": torch.sigmoid,
 }
