@@ -63,6 +63,31 @@ def test_classes_without_names_are_called_as_transformers_calls_them(tmp_path):
         assert usage.labels == expected
 
 
+SPECIAL_IDS = [("eos_token_id", 99999), ("eos_token_id", -1), ("pad_token_id", -7), ("eos_token_id", [2, 9])]
+
+
+@pytest.mark.parametrize(("key", "value"), SPECIAL_IDS)
+def test_special_ids_outside_the_vocabulary_are_warned_of_once(key, value, tmp_path, capsys):
+    config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 9, "eos_token_id": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    for _ in range(2):
+        usage = read_processor(tmp_path, hw.families.read_model_spec(config))
+    assert usage.end == {"pad_token_id": (8,)}.get(key, (2,) if isinstance(value, list) else ())
+    (message,) = capsys.readouterr().err.splitlines()
+    assert f"{key} = {value} is outside the vocabulary of 9 tokens" in message
+
+
+def test_a_tokenizer_that_gives_tokens_one_id_is_refused(tmp_path):
+    words = {f"word{n}": min(n, 5) for n in range(9)}
+    document = {"version": "1.0", "model": {"type": "WordLevel", "vocab": words, "unk_token": "word0"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"tokenizer.json gives 4 tokens the id 5, such as 'word5' and 'word6'; give"):
+        read_processor(tmp_path, make_model_spec("decoder", words=9))
+    document["model"]["vocab"] = {f"word{n}": n for n in range(9)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    assert read_processor(tmp_path, make_model_spec("decoder", words=9)).tokenizer is not None
+
+
 def test_a_document_and_pieces_with_scores_are_read_as_they_are_meant(tmp_path):
     pieces = [*FIRST, (" ", -1.0), ("a", -2.0), ("b", -3.0), ("ab", -0.5)]
     (tmp_path / "tokenizer.bin").write_bytes(tokenizer_file(pieces))

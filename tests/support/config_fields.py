@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.families import get_weight_names
+from headwise.families.config_reader import find_differences
 from headwise.hub.checkpoint_weights import build_from_weights
 from headwise.hub.pretrained_models import LiveTensors, _named_as_in_files
 from support.transformers_models import BART, BERT, HEADS, LLAMA, MLA, VIT, WIDE, WORDS, transformers
@@ -42,6 +43,11 @@ class ConfigBase(NamedTuple):
     model_type: str
     keys: dict[str, Any]
     inputs: str = "ids"
+
+    @property
+    def config_json(self) -> dict[str, Any]:
+        """The keys of config.json."""
+        return self.keys | {"model_type": self.model_type, "architectures": [self.model_class]}
 
 
 def _decoder(prefix: str, model_type: str, keys: dict[str, Any], **more: Any) -> ConfigBase:
@@ -147,6 +153,7 @@ FIELD_VALUES: dict[str, list[Any]] = {
     "use_bidirectional_attention": [True, False, None], "num_hidden_layers": [1, 3], "output_hidden_states": [True],
     "decoder_vocab_size": [None, 40], "num_mtp_layers": [0, 2], "num_nextn_predict_layers": [1],
     "pooler_output_size": [None, 7], "v_head_dim": [4, 16], "query_pre_attn_scalar": [3, 64, 2.5],
+    "num_experts": [2, 8], "num_local_experts": [2, 8], "n_embed": [64], "scale_decoder_outputs": [True, False],
     "swiglu_limit": [0.5, 7.0], "swiglu_alpha": [0.5], "n_inner": [None, 24], "pretraining_tp": [2],
 }  # fmt: skip
 # Keys that some family of headwise or an older version of transformers reads, tried in every family.
@@ -158,16 +165,19 @@ FOREIGN_FIELDS = (
     "attention_bias", "mlp_bias", "qk_layernorm", "use_qk_norm", "norm_topk_prob", "n_group", "pruned_heads",
     "original_max_position_embeddings", "use_bidirectional_attention", "qkv_bias", "scale_embedding", "torch_dtype",
 )  # fmt: skip
-NOT_FIELDS = ("transformers_version", "architectures", "return_dict")
+NOT_FIELDS = ("transformers_version", "architectures", "return_dict", "model_type", "quantization_config")
+NOT_FIELDS += ("auto_map", "trust_remote_code", "custom_pipelines")
 
 
 def list_fields(model_type: str) -> dict[str, str]:
-    """Return the fields of the family's config class and further keys, with the type of each as text."""
+    """Return the type of each field of the config class, of its aliases, and of further keys that headwise reads."""
     config_class = transformers.CONFIG_MAPPING[model_type]
-    own = {field.name: str(field.type) for field in dataclasses.fields(config_class)}
-    aliases = dict.fromkeys(config_class.attribute_map, "int")
-    return {name: kind for name, kind in {**dict.fromkeys(FOREIGN_FIELDS, "bool"), **aliases, **own}.items()
-            if name not in NOT_FIELDS}  # fmt: skip
+    keys = RecordedKeys(BASES[model_type].config_json)
+    hw.families.read_model_spec(keys)
+    fields = dict.fromkeys(sorted(keys.names) + list(FOREIGN_FIELDS), "bool")
+    fields |= dict.fromkeys(config_class.attribute_map, "int")
+    fields |= {field.name: str(field.type) for field in dataclasses.fields(config_class)}
+    return {name: kind for name, kind in fields.items() if name not in NOT_FIELDS}
 
 
 def list_values(base: ConfigBase, name: str, kind: str) -> list[Any]:
@@ -250,8 +260,7 @@ class FamilyComparison:
 
     def compare(self, case: Mapping[str, Any]) -> Outcome:
         """Compare the logits of transformers and headwise for the base config with the keys of a case."""
-        keys = RecordedKeys(self.base.keys | dict(case) | {"model_type": self.base.model_type,
-                                                           "architectures": [self.base.model_class]})  # fmt: skip
+        keys = RecordedKeys(self.base.config_json | dict(case))
         try:
             model, theirs = self.run_theirs(case)
         except Exception as error:  # transformers may raise anything
@@ -264,6 +273,8 @@ class FamilyComparison:
         except hw.SpecError as error:
             return Outcome("refused", str(error), has_effect, bool(keys.names & set(case)))
         is_read = bool(keys.names & set(case))
+        if difference := self._find_saved_difference(keys, model.config):
+            return Outcome("different", f"config.json as saved: {difference}", has_effect, is_read)
         if ours.shape != theirs.shape:
             return Outcome("different", f"shape {tuple(ours.shape)}, not {tuple(theirs.shape)}", has_effect, is_read)
         error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
@@ -281,6 +292,15 @@ class FamilyComparison:
         with torch.no_grad():
             outputs = model(**make_inputs(self.base, config), return_dict=True)
         return model, outputs.logits
+
+    def _find_saved_difference(self, keys: RecordedKeys, config: Any) -> str:
+        """Return a difference between a config.json and the one that transformers saves of it, or ""."""
+        saved = json.loads(config.to_json_string()) | {"architectures": [self.base.model_class]}
+        try:
+            specs = [hw.families.read_model_spec(values) for values in (keys, saved)]
+        except hw.SpecError:
+            return ""
+        return next((str(difference) for difference in find_differences(*specs)), "")
 
     def _run_ours(self, keys: RecordedKeys, model: nn.Module) -> Tensor:
         spec = hw.families.read_model_spec(keys)
@@ -321,3 +341,34 @@ def randomise_weights(model: nn.Module) -> None:
                 tensor.copy_(float(name.endswith("weight")) + 0.3 * noise)
             else:
                 tensor.copy_(1.5 * noise / tensor.shape[-1] ** 0.5)
+
+
+# --- Table of fields -----------------------------------------------------------------------------------
+
+
+def list_outcomes(model_type: str, num_pairs: int, seed: int = 0) -> list[tuple[dict[str, Any], Outcome]]:
+    """Compare all cases of a family."""
+    comparison = FamilyComparison(model_type)
+    return [(case, comparison.compare(case)) for case in list_cases(model_type, num_pairs, seed)]
+
+
+def classify_fields(outcomes: Sequence[tuple[dict[str, Any], Outcome]]) -> dict[str, list[str]]:
+    """Return the fields by their effect on a loaded model: read, refused, partly refused, none, or never valid."""
+    by_field = dict[str, list[Outcome]]()
+    for case, outcome in outcomes:
+        if len(case) == 1:
+            by_field.setdefault(next(iter(case)), []).append(outcome)
+    table = dict[str, list[str]]()
+    for name, field_outcomes in sorted(by_field.items()):
+        table.setdefault(_classify_field(field_outcomes), []).append(name)
+    return dict(sorted(table.items()))
+
+
+def _classify_field(outcomes: Sequence[Outcome]) -> str:
+    valid = [outcome for outcome in outcomes if outcome.kind != "invalid"]
+    if not valid:
+        return "refused by transformers"
+    refused = [outcome for outcome in valid if outcome.kind == "refused"]
+    if refused:
+        return "refused" if len(refused) == len(valid) else "partly refused"
+    return "read" if any(outcome.is_read or outcome.has_effect for outcome in valid) else "no effect"

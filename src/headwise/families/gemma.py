@@ -22,12 +22,15 @@ from .attention_config import (
 from .config_reader import TransformersConfig, make_decoder_model, read_tied_stack, register_family
 from .llama import LLAMA_WEIGHTS as LLAMA
 
+UNAPPLIED = "is not applied by transformers in this family"
+
 
 @register_family("gemma", "Gemma")
 def read_gemma(config: TransformersConfig, task: str) -> ModelSpec:
     """Read Gemma (2403.08295): Llama with offset RMSNorm, gated GELU and scaled embeddings."""
     sizes = model_builders.read_decoder_sizes(config, model=3072, heads=16, kv=16, dim=256)
     config.require_default("use_bidirectional_attention", False, "removes the causal mask, which is not described")
+    config.require_default("final_logit_softcapping", None, UNAPPLIED)
     rope = RopeConfig(config, model_builders.read_max_length(config, 8192))
     spec = design(
         **sizes.design_args, pattern="causal()", bias=_read_bias(config), modifiers=(rope.make_rotary(sizes.dim),)
@@ -58,7 +61,7 @@ def read_gemma3_text(config: TransformersConfig, task: str) -> ModelSpec:
     norm = NormSpec("offset", config.read_float("rms_norm_eps", default=1e-6))
     scale = make_dot(config.read_float("query_pre_attn_scalar", default=256) ** -0.5, sizes.dim**-0.5)
     design_args: dict[str, Any] = {**sizes.design_args, "bias": _read_bias(config), "similarity": scale}
-    config.require_default("attn_logit_softcapping", None, "is not applied by transformers in Gemma 3")
+    config.require_default("attn_logit_softcapping", None, UNAPPLIED)
 
     def attention(kind: str) -> model_builders.LayerAttention:
         turns = (QKNorm("offset", eps=norm.eps), ropes[kind].make_rotary(sizes.dim))

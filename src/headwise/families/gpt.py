@@ -219,6 +219,9 @@ def read_gpt_neox(config: TransformersConfig, task: str) -> ModelSpec:
     """Read GPT-NeoX and Pythia; attention and feed-forward run in parallel, each with its own norm."""
     sizes = model_builders.read_decoder_sizes(config, model=6144, heads=64)
     theta, part = config.read_float("rotary_emb_base", default=10_000.0), config.read_float("rotary_pct", default=0.25)
+    for name, value in (("rope_theta", theta), ("partial_rotary_factor", part)):
+        config.require_default(name, value, "is not read by transformers, which reads rotary_emb_base and rotary_pct")
+    config.require_default("num_key_value_heads", sizes.heads, "is not read by transformers in this family")
     rope = RopeConfig(config, model_builders.read_max_length(config, 2048), theta=theta, rotary_fraction=part)
     bias = "qkvo" if config.read_bool("attention_bias", True) else ""
     spec = design(**sizes.design_args, pattern="causal()", bias=bias, modifiers=(rope.make_rotary(sizes.dim),))
@@ -291,6 +294,7 @@ def read_opt(config: TransformersConfig, task: str) -> ModelSpec:
     config.require_default(
         "layer_norm_elementwise_affine", True, "removes the weights of norms, which is not described"
     )
+    config.require_default("num_key_value_heads", sizes.heads, "is not read by transformers in this family")
     biased, before = config.read_bool("enable_bias", True), config.read_bool("do_layer_norm_before", True)
     narrow = config.read_optional_int("word_embed_proj_dim") or sizes.model
     spec = design(**sizes.design_args, pattern="causal()", bias="qkvo" if biased else "")

@@ -470,7 +470,7 @@ def read_gpt_oss(config: TransformersConfig, task: str) -> ModelSpec:
     hidden = config.read_int("intermediate_size", default=2880)
     expert = FeedForwardSpec(hidden, f"bounded_silu({gain}, {limit})", "gated", bias="ugd")
     count = config.read_int("num_local_experts", "num_experts", default=128)
-    active = config.read_int("num_experts_per_tok", "experts_per_token", default=4, maximum=count)
+    active = config.read_int("num_experts_per_tok", default=4, maximum=count)
     feed = ExpertsSpec(expert, count, active, scores="chosen", bias="learned")
     norm = NormSpec("rms", config.read_float("rms_norm_eps", default=1e-5))
     blocks = [BlockSpec(specs[pattern], feed=feed, norm=norm) for pattern in patterns]

@@ -129,8 +129,8 @@ def _make_stack(
     config: TransformersConfig, model: int, norm: NormSpec, feed: FeedForwardSpec, patches: PatchSpec, first: int
 ) -> StackSpec:
     heads = config.read_num_heads("num_attention_heads", default=12)
-    config.resolve_head_dim(model, heads)
-    spec = design(model=model, heads=heads, bias="qkvo" if config.read_bool("qkv_bias", True) else "o")
+    dim = config.resolve_head_dim(model, heads, "head_dim")
+    spec = design(model=model, heads=heads, dim=dim, bias="qkvo" if config.read_bool("qkv_bias", True) else "o")
     blocks = [BlockSpec(spec, feed=feed, norm=norm)] * config.read_num_layers("num_hidden_layers", default=12)
     embedding = EmbeddingSpec(
         patches=patches, first=first, positions=PositionSpec("learned", patches.num_patches + first)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,14 @@ from .llama2c import BOS_ID, make_tokenizer_json
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 PROCESSOR_FILE = "preprocessor_config.json"
+SPECIAL_ID_KEYS = ("eos_token_id", "pad_token_id", "decoder_start_token_id")
 TOKENIZER_CONFIG_FILES = ("special_tokens_map.json", "tokenizer_config.json")  # either may contain the mask token
 
 
 def read_processor(folder: Path, model_spec: ModelSpec) -> ProcessorSpec:
     """Processor spec of a folder. Special tokens in texts are parsed as such, as in transformers."""
     config = read_json(folder / CONFIG_FILE) | read_json(folder / GENERATION_FILE)
+    _warn_of_ids_without_rows(folder, config, _vocab_size(model_spec))
     fields = _read_config_fields(folder, config, model_spec)
     if (folder / TOKENIZER_FILE).is_file():
         fields |= _read_tokenizer(folder)
@@ -48,7 +52,7 @@ def read_processor(folder: Path, model_spec: ModelSpec) -> ProcessorSpec:
 
 def _read_config_fields(where: Path, config: Mapping[str, Any], model_spec: ModelSpec) -> dict[str, Any]:
     """Special ids and class names in a config."""
-    vocab_size = max((stack.embedding.tokens for stack in model_spec.stacks if stack.embedding), default=0)
+    vocab_size = _vocab_size(model_spec)
     fields: dict[str, Any] = {"specials": "read", "end": _read_ids(where, config, "eos_token_id", vocab_size)}
     if len(model_spec.stacks) > 1:
         fields["begin"] = _read_ids(where, config, "decoder_start_token_id", vocab_size)
@@ -103,6 +107,26 @@ def _read_ids(folder: Path, config: Mapping[str, Any], name: str, vocab_size: in
     if not all(type(token_id) is int for token_id in ids):
         raise SpecError(f"{folder}: {name} = {value!r} is neither an id nor a list of ids; correct it, or remove it")
     return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
+
+
+def _vocab_size(model_spec: ModelSpec) -> int:
+    return max((stack.embedding.tokens for stack in model_spec.stacks if stack.embedding), default=0)
+
+
+def _warn_of_ids_without_rows(folder: Path, config: Mapping[str, Any], vocab_size: int) -> None:
+    """Warn of special ids outside the vocabulary, which headwise leaves out."""
+    if not vocab_size:
+        return
+    for name in SPECIAL_ID_KEYS:
+        value = config.get(name)
+        ids = value if isinstance(value, list) else [value]
+        if any(type(token_id) is int and not 0 <= token_id < vocab_size for token_id in ids):
+            _warn_once(f"{folder}: {name} = {value!r} is outside the vocabulary of {vocab_size} tokens and is not used")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logging.getLogger("headwise").warning("headwise: %s", message)
 
 
 def _read_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -197,7 +221,7 @@ def add_tokenizer(model_spec: ModelSpec, processor: ProcessorSpec, tokenizer: st
     """Add a tokenizer to a processor spec: "bytes", a tokenizer.json, or a tokenizer.bin of llama2.c."""
     if processor.tokenizer is not None:
         raise SpecError(f"{model_spec.name} has a tokenizer of its own; leave {tokenizer!r} out")
-    tokens = max((stack.embedding.tokens for stack in model_spec.stacks if stack.embedding), default=0)
+    tokens = _vocab_size(model_spec)
     if not tokens:
         raise SpecError(f"{model_spec.name} takes no token ids, so no text; leave {tokenizer!r} out")
     extended = (
