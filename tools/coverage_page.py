@@ -45,14 +45,14 @@ This page lists the families of transformers {version} whose attention headwise 
 find out whether [sites](sites.md), [traces](traces.md) and [head measures](heads.md) work for a model that headwise
 does not load itself.
 
-    python tools/coverage_page.py bert xlnet
+    python tools/coverage_page.py bert bit
 
 ```text
 ...
 | family | class | adapter | sites | traced | ablated | reason if not |
 |---|---|---|---|---|---|---|
 | bert | BertModel | transformers | 2 | yes | yes |  |
-| xlnet | XLNetModel |  | 0 | no | no | no attention with separate heads was found |
+| bit | BitModel |  | 0 | no | no | no attention with separate heads was found |
 ```
 
 Without arguments, the command tests all families that read text or images and writes this page. It builds each family
@@ -119,9 +119,10 @@ HEAD_WIDTHS = (
 )
 HIDDEN_SIZES = ("embed_dim", "hidden_size", "d_model", "n_embd", "dim")
 OUTPUT_PROJECTIONS = (
-    "o_proj", "out_proj", "c_proj", "dense", "out_lin", "wo", "Wo", "o", "proj", "projection", "projection_layer",
-    "to_out", "to_out.0", "linear_out", "fc_out", "out", "output", "output_projection", "attention_out",
-    "^output.dense", "^attention_output.dense", "^output.out_proj", "^output", "^o_proj", "^out_proj", "^dense",
+    "o_proj", "o_proj.linear", "out_proj", "c_proj", "dense", "out_lin", "wo", "Wo", "o", "proj", "projection",
+    "projection_layer", "to_out", "to_out.0", "linear_out", "fc_out", "out", "output", "output_projection",
+    "attention_out", "^output.dense", "^attention_output.dense", "^output.out_proj", "^output", "^o_proj", "^out_proj",
+    "^dense",
 )  # fmt: skip
 
 
@@ -409,7 +410,9 @@ def find_projection(model: nn.Module, path: str) -> OwnProjection | None:
             if heads * width == columns:
                 return OwnProjection(place, heads, width)
         width = first_int([module], HEAD_WIDTHS[1]) or (first_int(sources, HIDDEN_SIZES) // heads if heads else 0)
-        if width and columns % width == 0:  # the projection may also read other channels, after those of the heads
+        if (
+            heads and width and columns % width == 0
+        ):  # the projection may also read other channels, after those of the heads
             return OwnProjection(place, min(heads, columns // width), width)
     return None
 
@@ -524,7 +527,7 @@ def _run_check(check: Any, model: nn.Module, inputs: dict[str, Tensor], sites: l
     """Return the result of a check, or the error that it raised."""
     try:
         return check(model, inputs, sites)
-    except Exception as error:
+    except Exception as error:  # becomes the reason in the row
         return f"check failed: {format_error(error)}"
 
 
@@ -560,7 +563,6 @@ class FamilyTimeout(BaseException):
 
 
 def raise_timeout(*_: object) -> None:
-    """Signal handler."""
     raise FamilyTimeout
 
 
