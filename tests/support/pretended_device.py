@@ -130,7 +130,13 @@ class Constructors(TorchFunctionMode):
 
 
 def register_device() -> None:
-    """Register the device with torch, and the two operations that torch calls below its Python modes."""
+    """Register the device with torch, and the two operations that torch calls below its Python modes.
+
+    It stays registered, so it is hidden from later tests of the process that look for an accelerator.
+    """
+    torch._C._get_accelerator = lambda: torch.device("cpu")
+    torch.accelerator.is_available = lambda: False
+    torch.accelerator.current_accelerator = lambda check_available=False: None
     backend_registration._setup_privateuseone_for_python_backend(rename=NAME)
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty_strided", empty_strided, "PrivateUse1")
