@@ -21,7 +21,7 @@ import transformers  # noqa: E402
 from support.config_fields import BASES, classify_fields, list_outcomes  # noqa: E402
 
 TABLE_FILE = ROOT / "docs" / "config-fields.json"
-NUM_PAIRS = 20
+NUM_PAIRS = 10
 
 
 def main(families: list[str]) -> int:

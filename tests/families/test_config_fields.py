@@ -14,7 +14,7 @@ from support.config_fields import BASES, FamilyComparison, classify_fields, list
 
 TABLE_FILE = Path(__file__).parents[2] / "docs" / "config-fields.json"
 NOT_IN_TRANSFORMERS = {"dcformer", "dcpythia"}
-NUM_PAIRS = 20
+NUM_PAIRS = 10
 QUICK_FAMILIES, QUICK_CASES = 6, 10
 
 

@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from .llama2c import BOS_ID, make_tokenizer_json
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 PROCESSOR_FILE = "preprocessor_config.json"
+WARNINGS_GIVEN = set[str]()  # in this process
 SPECIAL_ID_KEYS = ("eos_token_id", "pad_token_id", "decoder_start_token_id")
 TOKENIZER_CONFIG_FILES = ("special_tokens_map.json", "tokenizer_config.json")  # either may contain the mask token
 
@@ -124,9 +124,10 @@ def _warn_of_ids_without_rows(folder: Path, config: Mapping[str, Any], vocab_siz
             _warn_once(f"{folder}: {name} = {value!r} is outside the vocabulary of {vocab_size} tokens and is not used")
 
 
-@cache
 def _warn_once(message: str) -> None:
-    logging.getLogger("headwise").warning("headwise: %s", message)
+    if message not in WARNINGS_GIVEN:
+        WARNINGS_GIVEN.add(message)
+        logging.getLogger("headwise").warning("headwise: %s", message)
 
 
 def _read_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
