@@ -76,7 +76,7 @@ def test_rows_are_the_models_own(name: str, tmp_path: Path):
         result = foreign.build("eager")(**foreign.inputs(), output_attentions=True)
     pairs = list(own_weights(result))
     assert len(pairs) == len(again.layers)
-    assert max(far(again, site, weights) for site, weights in pairs) <= 1e-5
+    assert max(far(again, site, weights) for site, weights in pairs) <= 5e-5  # scores of T5 are large, not scaled
     assert "of 1.0 GB: queries and keys of" in recorded[0]
 
 

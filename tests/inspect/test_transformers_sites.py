@@ -29,12 +29,12 @@ def test_rows_are_the_models_own(name: str, monkeypatch: pytest.MonkeyPatch):
         with record_sites(fused) as keeps:
             run_model(fused, zoo.inputs())
         result.append(keeps)
-    for keeps in result:
+    for keeps in result:  # scores of T5 are not scaled, so float32 rounds them by more
         for site, keep in keeps.items():
             (core,) = keep.seen
             for head in range(own[site].shape[1]):
-                assert torch.allclose(core.head_weights(head), own[site][:, head], atol=1e-5), (site, head)
-            assert torch.allclose(core.head_weights(2, slice(1, 3)), own[site][:, 2, 1:3], atol=1e-5)
+                assert torch.allclose(core.head_weights(head), own[site][:, head], atol=5e-5), (site, head)
+            assert torch.allclose(core.head_weights(2, slice(1, 3)), own[site][:, 2, 1:3], atol=5e-5)
 
 
 @pytest.mark.parametrize("name", ZOO | FALLBACK)
