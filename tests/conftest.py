@@ -143,9 +143,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     run_loader = load_check._run_loader
 
     def run_here(command: list[str]) -> load_check.LoadCheck:
-        program, output = command[4].replace('sys.modules["headwise"] = None', ""), io.StringIO()
+        source, *arguments = command[command.index("-c") + 1 :]
+        program, output = source.replace('sys.modules["headwise"] = None', ""), io.StringIO()
         with monkeypatch.context() as patch, contextlib.redirect_stdout(output):
-            patch.setattr(sys, "argv", ["-c", *command[5:]])
+            patch.setattr(sys, "argv", ["-c", *arguments])
             exec(compile(program, "driver", "exec"), {})
         done = subprocess.CompletedProcess(command, 0, output.getvalue(), "")
         with monkeypatch.context() as patch:

@@ -34,7 +34,7 @@ from support.transformers_models import ZOO
 TEXTS = ["a, b", "two to", "two x", "is it", "no one", "nine"]
 IDS = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(0))
 BYTES = GPT2 | {"vocab_size": 256}
-FEW = MeasureOptions(num_resamples=20)
+FEW = MeasureOptions()
 PADDED_TASK = hw.data.make_task("listops", longest=12)
 
 

@@ -293,7 +293,7 @@ def test_default_models_fit_their_tasks(name: str):
         ("dates", {"years": (2020,)}, "must be the first and the last year"),
         ("dates", {"years": (2020, "2021")}, "must be a whole number"),
         ("dates", {"years": (20, 2021)}, "use 1000 or more"),
-        ("dates", {"languages": (["en"], "zh")}, "use one of"),
+        ("dates", {"languages": (["en"], "zh")}, "give numbers or texts"),
         ("dates", {"years": (2020, 2020)}, "use more years"),
         ("dates", {"digits": 9}, "use at most 8"),
         ("dates", {"subjects": "date"}, "give tuple"),

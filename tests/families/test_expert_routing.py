@@ -10,7 +10,7 @@ import pytest
 
 import headwise as hw
 from headwise import families
-from headwise.costs.flops import active_parameters
+from headwise.costs.parameter_counts import active_parameters
 from support.config_fields import EXPERT_FAMILIES, LATENT, FamilyComparison
 
 MAX_ERROR = 1e-5

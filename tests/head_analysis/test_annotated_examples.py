@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,16 @@ def test_pairs_and_links():
 def test_the_parse_of_an_encoder_decoder_is_of_its_source():
     """Dependencies join words of the source; the target that the model generates has none."""
     net = build_translator()
-    sentences = [ParsedSentence("dogs the", ("dogs", "the"), ((0, 4), (5, 8)), ((1, 0, "det"),))] * 25
+    pairs = [("dogs", "the"), *product(("dog", "dogs", "the", "a", "b"), repeat=2)]
+    sentences = [
+        ParsedSentence(
+            f"{first} {second}",
+            (first, second),
+            ((0, len(first)), (len(first) + 1, len(first) + 1 + len(second))),
+            ((1, 0, "det"),),
+        )
+        for first, second in pairs
+    ]
     examples = examples_from_sentences(net, sentences).examples_with_frequencies()
     assert examples[0].parsed_stream == "source"
     assert examples[0].dependencies == ((1, 0, "det"),)

@@ -208,7 +208,8 @@ def test_labels_of_each_token_are_a_loss():
     logits = net(random_ids(0))[0].detach().log_softmax(-1)
     expected = -np.mean([float(logits[t, one]) for t, one in enumerate(labels[0].tolist()) if one != IGNORE_INDEX])
     assert value(net, TargetLoss("label"), example) == pytest.approx(expected)
-    result = estimate_importance(net, [example] * 3, method="michel")
+    examples = [example, *(Example({**example.inputs, "x": random_ids(n)}, {}) for n in (1, 2))]
+    result = estimate_importance(net, examples, method="michel")
     assert result.objective == "label"
 
 

@@ -131,7 +131,14 @@ def test_every_family_that_is_described_is_read(family: str):
 
 
 FEW = dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers"), 2)
-FEW |= {"n_routed_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+FEW |= {
+    "n_routed_experts": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
 
 
 # --- folders of transformers ---------------------------------------------------------------------------

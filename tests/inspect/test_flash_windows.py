@@ -22,7 +22,7 @@ COHERE = LLAMA | {"sliding_window": WINDOW, "layer_types": LOCAL}
 MODELS = {name: ZOO[name] for name in ("llama", "mistral", "gemma2", "gemma3", "gpt-oss")} | {
     "cohere2": TransformersModel("Cohere2ForCausalLM", "Cohere2Config", COHERE, "o_proj"),
 }
-FEW = MeasureOptions(num_resamples=20)
+FEW = MeasureOptions()
 
 
 def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **options: Any) -> tuple[Tensor, None]:

@@ -349,8 +349,8 @@ def test_a_first_state_needs_an_encoder_of_the_same_width():
             "is for models of kind encoder-decoder, but that of copy is decoder; use one of tr",
         ),
         ("dates", {"network": "conv"}, "is for models of kind decoder, but that of dates is encoder-decoder"),
-        ("dates", {"network": "grus"}, "network = 'grus' is unknown; did you mean 'gru"),
-        ("dates", {"positions": "learned"}, "positions = 'learned' is unknown; use"),
+        ("dates", {"network": "grus"}, r"network='grus'\) is unknown; did you mean 'gru"),
+        ("dates", {"positions": "learned"}, r"positions='learned'\) is unknown; use"),
     ],
 )
 def test_networks_that_do_not_fit_a_task_are_refused(task: str, changes: dict[str, Any], message: str):

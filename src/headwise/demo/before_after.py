@@ -116,8 +116,9 @@ def _speed_sentences(data: Mapping[str, Any], proof: Mapping[str, Any]) -> str:
     )
 
 
-def _format_interval(score: Mapping[str, float]) -> str:
-    return f"{score['low']:.1%} - {score['high']:.1%}"
+def _format_interval(score: Mapping[str, Any]) -> str:
+    """Format the ends of an interval; a dash where texts without spread have none."""
+    return "-" if score["low"] is None else f"{score['low']:.1%} - {score['high']:.1%}"
 
 
 def _format_percentage_points(share: float) -> str:
@@ -189,14 +190,15 @@ def _render_change(data: Mapping[str, Any]) -> str:
     return "\n".join([*parts, f"<p>{escape_html(place)}</p>"])
 
 
-def _render_bar(name: str, score: Mapping[str, float]) -> str:
+def _render_bar(name: str, score: Mapping[str, Any]) -> str:
     """Render a share as a bar, with its confidence interval as a line across the end."""
-    low, high = BAR_WIDTH * score["low"], BAR_WIDTH * score["high"]
     drawing = (
         f'<rect width="{BAR_WIDTH}" height="16" fill="#eceaf4"/>'
-        f'<rect width="{BAR_WIDTH * score["value"]:.1f}" height="16" '
-        f'fill="#5b4b8a"/><path d="M{low:.1f} 8H{high:.1f}" stroke="#e0a030" stroke-width="3"/>'
+        f'<rect width="{BAR_WIDTH * score["value"]:.1f}" height="16" fill="#5b4b8a"/>'
     )
+    if score["low"] is not None:  # texts without spread have no interval
+        low, high = BAR_WIDTH * score["low"], BAR_WIDTH * score["high"]
+        drawing += f'<path d="M{low:.1f} 8H{high:.1f}" stroke="#e0a030" stroke-width="3"/>'
     label = f'<text x="{BAR_WIDTH + 8}" y="13" font-size="13">{score["value"]:.1%}</text>'
     return f'<span>{escape_html(localise(name))}</span><svg width="{BAR_WIDTH + 70}" height="16">{drawing}{label}</svg>'
 

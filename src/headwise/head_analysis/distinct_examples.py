@@ -25,13 +25,13 @@ class DistinctExamples:
 
     def __iter__(self) -> Iterator[Example]:
         self.num_distinct = self.num_repeated = 0
-        seen: set[bytes] = set()
+        digests: set[bytes] = set()
         for example in self._examples:
             digest = blake2b("".join(_describe(example.inputs)).encode(), digest_size=16).digest()
-            if digest in seen:
+            if digest in digests:
                 self.num_repeated += 1
                 continue
-            seen.add(digest)
+            digests.add(digest)
             self.num_distinct += 1
             yield example
 

@@ -12,8 +12,6 @@ from functools import reduce
 from itertools import pairwise, starmap
 from typing import Any, Protocol, cast, final, runtime_checkable
 
-import torch
-
 from ..errors import SpecError, suggest
 from .key_intervals import (
     BoundaryLines,
@@ -501,7 +499,9 @@ def _count_fast(pattern: Pattern, queries: range, keys: range) -> int:
 
 
 def _count_cells(pattern: Pattern, queries: range, stretches: Sequence[range]) -> int:
-    """The pairs of rows with stretches of keys that a row allows all or none of."""
+    """Return the number of pairs of rows and keys, for stretches of keys that a row allows all or none of."""
+    import torch
+
     i = torch.arange(queries.start, queries.stop)[:, None]
     j = torch.tensor([keys.start for keys in stretches], dtype=torch.long)
     lengths = torch.tensor([len(keys) for keys in stretches], dtype=torch.long)

@@ -93,7 +93,7 @@ def read_shape(spec: ModelSpec) -> ModelShape:
 
     >>> from headwise.data import make_task
     >>> read_shape(make_task("recall").model())
-    ModelShape(width=64, heads=4, layers=2, feed=0, positions='rotary', network='transformer')
+    ModelShape(width=64, heads=4, layers=2)
     """
     stack = spec.stacks[-1]
     block = stack.layers[0]

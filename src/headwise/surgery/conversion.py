@@ -84,7 +84,7 @@ class AttentionConversion(ABC):
 
     @property
     def text_uses(self) -> tuple[str, ...]:
-        """What texts are used for, as a note of a proof says it; empty if the conversion does not depend on texts."""
+        """Uses of the texts, as notes of a proof; empty if the conversion does not depend on texts."""
         return () if self.importance_ranking is None else ("heads were chosen",)
 
     @property
@@ -126,7 +126,7 @@ class Pool(AttentionConversion):
 
     @property
     def text_uses(self) -> tuple[str, ...]:
-        """What texts are used for: grouping by similarity, and alignment."""
+        """Uses of the texts: grouping by similarity, and alignment."""
         grouped = ("heads were grouped",) if self.grouping == "similar" else ()
         return (*grouped, *(("heads were aligned",) if self.align != "none" else ()))
 

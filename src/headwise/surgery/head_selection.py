@@ -131,7 +131,7 @@ class HeadSelection(ABC):
 
     @property
     def text_uses(self) -> tuple[str, ...]:
-        """What texts are used for, as a note of a proof says it; empty if the choice does not depend on texts."""
+        """Uses of the texts, as notes of a proof; empty if the choice does not depend on texts."""
         return ("heads were chosen",)
 
     @abstractmethod
@@ -173,7 +173,7 @@ class KeepTop(HeadSelection):
 
     @property
     def text_uses(self) -> tuple[str, ...]:
-        """What texts are used for: the ranking of heads, unless it is random."""
+        """Uses of the texts: the ranking of heads, unless it is random."""
         return () if self.ranking.method == RANDOM else super().text_uses
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
@@ -399,7 +399,7 @@ class PruneToBudget(HeadSelection):
 
     @property
     def text_uses(self) -> tuple[str, ...]:
-        """What texts are used for: the ranking of heads, unless it is random, and a budget of the loss."""
+        """Uses of the texts: the ranking of heads, unless it is random, and a budget of the loss."""
         return () if self.ranking.method == RANDOM and self.budget.kind != "loss" else super().text_uses
 
     def __post_init__(self) -> None:

@@ -184,12 +184,12 @@ def list_rounded_shares(
     grouped = {site: units for site, units in units_by_site.items() if len(units[0].heads) > 1}
     counts = [(len(keep[site]), sum(len(unit.heads) for unit in units)) for site, units in grouped.items()]
     if scope == "model" and counts:
-        counts = [(sum(kept for kept, _ in counts), sum(heads for _, heads in counts))]
+        counts = [(sum(count for count, _ in counts), sum(heads for _, heads in counts))]
     where = "the model" if scope == "model" else "each layer"
-    for kept, heads in dict.fromkeys(counts):
+    for num_kept, heads in dict.fromkeys(counts):
         asked = amount if isinstance(amount, int) else amount * heads
-        if abs(kept - asked) > 1e-6 * heads:
-            share = f"{kept} of {heads} heads ({kept / heads:.3f})"
+        if abs(num_kept - asked) > 1e-6 * heads:
+            share = f"{num_kept} of {heads} heads ({num_kept / heads:.3f})"
             yield f"keep={amount:g} was rounded to whole key-value groups: {share} in {where}"
 
 
