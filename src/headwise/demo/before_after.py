@@ -38,7 +38,7 @@ def comparison_rows(data: Mapping[str, Any]) -> Iterator[ComparisonRow]:
     )
     yield ComparisonRow(
         "  95% interval",
-        *(_format_interval(entry) for entry in (exact_match["before"], compressed["after"], exact_match["after"])),
+        *(format_interval(entry) for entry in (exact_match["before"], compressed["after"], exact_match["after"])),
     )
     for entry in proof["savings"]["numbers"]:
         if entry["name"] == "parameters" or entry["name"] in ("cache per token", "cache per source token"):
@@ -65,9 +65,12 @@ def change_verdict(data: Mapping[str, Any]) -> str:
     'Exact match lost: 0.2 points (95% interval: 0.0 to 0.8). That is at most one point.'
     """
     change = exact_match_rows(data)["change"]
-    lost, low, high = -change["value"], -change["high"], -change["low"]
+    lost = -change["value"]
     verdict = "at most one point" if lost <= SIGNIFICANT_CHANGE + 1e-9 else "MORE than the target of one point"
-    interval = f"{_format_percentage_points(low)} to {_format_percentage_points(high)}"
+    interval = "none, because the texts have no spread"
+    if change["low"] is not None:
+        ends = [_format_percentage_points(-change[end]) for end in ("high", "low")]
+        interval = " to ".join(ends)
     return f"Exact match lost: {_format_percentage_points(lost)} points (95% interval: {interval}). That is {verdict}."
 
 
@@ -116,7 +119,7 @@ def _speed_sentences(data: Mapping[str, Any], proof: Mapping[str, Any]) -> str:
     )
 
 
-def _format_interval(score: Mapping[str, Any]) -> str:
+def format_interval(score: Mapping[str, Any]) -> str:
     """Format the ends of an interval; a dash where texts without spread have none."""
     return "-" if score["low"] is None else f"{score['low']:.1%} - {score['high']:.1%}"
 

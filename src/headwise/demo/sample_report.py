@@ -306,7 +306,7 @@ def _pruning_section(tour: Tour) -> Iterator[str]:
     proof, comparison = data["proof"], before_after.exact_match_rows(data)
     num_kept, total = sum(map(len, data["keep"].values())), sum(data["head_counts"].values())
     bars = [
-        (name, entry["value"], entry["low"], entry["high"])
+        (name, entry["value"], before_after.format_interval(entry))
         for name, entry in (
             (localise(f"{total} heads"), comparison["before"]),
             (localise(f"{num_kept} heads"), data["cut"]["after"]),
@@ -320,8 +320,8 @@ def _pruning_section(tour: Tour) -> Iterator[str]:
         '<div class="bars" role="img" aria-label="exact match">',
         *(
             f"<span>{escape_html(name)}</span>{draw_bar(value, f'{name}: {value:.1%}')}"
-            f'<span class="num">{value:.1%}</span><span class="num muted">{low:.1%} - {high:.1%}</span>'
-            for name, value, low, high in bars
+            f'<span class="num">{value:.1%}</span><span class="num muted">{interval}</span>'
+            for name, value, interval in bars
         ),
         "</div>",
         f'<p class="muted">{localise("Exact match over held-out examples, with its 95% interval.")}</p>',
