@@ -116,7 +116,7 @@ def test_relations_are_measured_from_the_page(page: Any):
         syntax.get_by_role("button", name="Measure the relations").click()
         syntax.get_by_role("row", name="advmod governor").wait_for(timeout=60_000)
         assert model.table is not None
-        assert model.table.texts == "30 texts"
+        assert model.table.texts == "27 texts"  # three sentences repeat others
 
 
 def test_sentences_that_cannot_be_used_are_refused():
