@@ -83,8 +83,8 @@ def ablated(model: nn.Module, mode: Any = "zero", **options: Any) -> Tensor:
 def parses(model: nn.Module) -> Any:
     sentences = [
         sentence
-        for _ in range(3)
-        for sentence in read_conllu(conllu_examples.conllu_lines(conllu_examples.ROWS.replace("The", "the")))
+        for word in ("the", "a", "b")
+        for sentence in read_conllu(conllu_examples.conllu_lines(conllu_examples.ROWS.replace("The", word)))
     ]
     examples = list(examples_from_sentences(model, sentences).examples_with_frequencies())
     assert examples
@@ -162,7 +162,9 @@ SLOW = ("importance by lrp-jacobian", "importance by lrp", "importance by shaple
 
 
 def importance(method: str) -> Callable[[Any], Any]:
-    return lambda model: ratings(hw.importance(model, TEXTS * 2, method, tokenizer="bytes"))
+    return lambda model: ratings(
+        hw.importance(model, [*TEXTS, *(text[::-1] for text in TEXTS)], method, tokenizer="bytes")
+    )
 
 
 CALLS |= {f"importance by {method}": (byte_model, importance(method)) for method in IMPORTANCE_METHODS}
