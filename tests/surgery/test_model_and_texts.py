@@ -122,6 +122,7 @@ def test_an_encoder_decoder_takes_pairs_or_lines_with_a_tab(tmp_path: Path):
     assert by_pairs.plan == hw.prune(net, 0.5, lines).plan
 
 
+@pytest.mark.filterwarnings("ignore:.* is not for transformers:UserWarning")
 @pytest.mark.parametrize(
     "conversion",
     [2, Pool(2, align="both"), Pool(2, grouping="similar"), ToMixtureOfHeads(1, 2, HeadRanking("michel"))],
