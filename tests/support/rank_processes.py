@@ -20,7 +20,7 @@ from headwise.training import loop
 from support.small_training import save_small_curves
 
 TESTS, SOURCE = Path(__file__).parents[1], Path(headwise.__file__).parents[1]
-MAX_SECONDS = 900  # of one function on all ranks, also beside other tests on a slow machine
+MAX_SECONDS = 300  # of one function on all ranks
 
 
 def free_port() -> int:

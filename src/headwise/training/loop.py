@@ -7,7 +7,7 @@ import json
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import FrameType
@@ -216,14 +216,17 @@ def run_training(
     """
     world = setup.ranks
     devices = [world.device] if world.device.type == "cuda" else []
-    with world.leader_context(FolderLock(setup.folder)), torch.random.fork_rng(devices):
+    is_alone = world.size == 1
+    interrupts = InterruptGuard(GRACE_SECONDS if is_alone else None)
+    together = nullcontext() if is_alone else interrupts  # several ranks end at the same step, never during the start
+    with world.leader_context(FolderLock(setup.folder)), torch.random.fork_rng(devices), together:
         run, notes = _start_or_resume(setup, resume)
         with _open_loggers(loggers if world.is_leader else [], run, omit_model(setup.config)) as write:
             for note in notes:
                 write({"event": "note", "step": run.progress.step, "says": note})
-            ahead = run.recipe.prefetch if world.size == 1 else 0
+            ahead = run.recipe.prefetch if is_alone else 0
             with (
-                InterruptGuard(GRACE_SECONDS if world.size == 1 else None) as interrupts,  # ranks end together
+                interrupts if is_alone else nullcontext(),
                 BatchPrefetcher(setup.task, run.recipe.batch, ahead=ahead, stop=run.recipe.steps) as batches,
             ):
                 _run_steps(run, setup, write, interrupts, batches)
