@@ -77,7 +77,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     """What two ranks left behind, and what each of them found and was told."""
     folder = tmp_path_factory.mktemp("worlds") / "two"
     folder.mkdir()
-    run_until(2, short_recipe(**PLAIN), folder / "one, two, one")
+    run_until(3, short_recipe(**PLAIN), folder / "one, two, one")
     return folder, run_ranks(2, "support.data_parallel_checks.run_two_ranks", folder)
 
 

@@ -285,7 +285,7 @@ def runs(folder: Path) -> dict[str, Any]:
     run_until(1, short_recipe(**PLAIN, parallelism="shards=2"), folder / "other ways")
     run_until(3, short_recipe(**PLAIN, parallelism="data=2"), folder / "other ways")
     run_until(-1, short_recipe(**PLAIN, parallelism="shards=2"), folder / "other ways")
-    run_until(3, short_recipe(**PLAIN), folder / "one, two, one")
+    run_until(4, short_recipe(**PLAIN), folder / "one, two, one")
     run_compiled_then_sharded(folder / "compiled")
     return messages | refusals(folder)
 

@@ -300,6 +300,8 @@ def _run_steps(
             interrupts.finish()
             if run.undo_step():
                 run.save_checkpoint(setup.config)
+            elif not run.checkpoints.path(run.progress.step).exists():
+                raise
             raise _describe_interrupt(run) from None
         write(record)
         is_best = False
@@ -321,9 +323,7 @@ def _run_steps(
 
 
 def _describe_interrupt(run: TrainingRun) -> KeyboardInterrupt:
-    if run.checkpoints.path(run.progress.step).exists():
-        return KeyboardInterrupt(f"interrupted at step {run.progress.step}; the checkpoint is in {run.folder}")
-    return KeyboardInterrupt()
+    return KeyboardInterrupt(f"interrupted at step {run.progress.step}; the checkpoint is in {run.folder}")
 
 
 def _write_samples(run: TrainingRun, write: RecordWriter) -> None:
