@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.pretended_device import register_device
 from support.shape_checks import install_shape_checks
 
 os.environ["LC_ALL"] = "C.UTF-8"  # English texts, whatever the locale of the user
@@ -166,6 +167,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if runs_tests and not torch.cuda.is_available():  # before the first backward pass, which counts the devices
+        register_device()
     if config.getoption("--shapes") and runs_tests:  # a process that only hands out tests imports nothing
         install_shape_checks()
 

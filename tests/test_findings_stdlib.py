@@ -66,7 +66,7 @@ def test_text_by_text_is_the_measure_of_each_text(parts: Any, tiny: Any):
     for name in parts.measures.TESTED:
         values = [one.measures[name].value for one in table.heads]
         np.testing.assert_allclose(by_text.values(name).mean(0), values, rtol=1e-6)  # all texts have as many rows
-        alone = measure_heads(net, [examples[2], examples[2]], options=MeasureOptions((name,)))
+        alone = measure_heads(net, [examples[2]], options=MeasureOptions((name,), min_texts=1))
         np.testing.assert_allclose(
             by_text.values(name)[2], [one.measures[name].value for one in alone.heads], rtol=1e-6
         )
@@ -145,8 +145,7 @@ def test_tests_find_what_is_there_and_nothing_else(parts: Any):
     rise = {("head", 0, 10, "repeated", "induction", 4), ("head", 0, 20, "repeated", "induction", 4)}
     assert {key for key, one in found.items() if one.is_above_chance} == rise | {("change", 0, 10, "induction")}
     assert len(found) == 2 * 2 * 2 * 6 + 2 * 4
-    # Of 9,999 turns none is as far out, and the least p of 48 heads at steps is 48 times as large.
-    assert found["head", 0, 10, "repeated", "induction", 4].p == pytest.approx(48 / 10_000)
+    assert 0 < found["head", 0, 10, "repeated", "induction", 4].p < 1e-20  # 0.3 is 190 standard errors
     nothing = parts.curves.tests(make_findings(parts, 0.0))
     assert not any(one.is_above_chance for one in nothing.values())
 

@@ -127,7 +127,7 @@ class ByText:
         """A text is over."""
         self.adding.finish_example()
 
-    def measures(self, draws: Array) -> Mapping[tuple[str, int], Mapping[str, object]]:
+    def measures(self) -> Mapping[tuple[str, int], Mapping[str, object]]:
         """None: `values` has what was added up."""
         return {}
 

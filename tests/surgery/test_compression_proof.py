@@ -256,7 +256,7 @@ def test_a_speed_without_a_verdict_has_no_factor():
 def test_unprovable_pairs_are_refused():
     net, after = two("decoder")
     texts = make_examples("decoder")
-    with pytest.raises(ValueError, match="cannot compute a confidence interval over 1 texts"):
+    with pytest.raises(ValueError, match="cannot compute a confidence interval over 1 different texts"):
         prove(net, after, texts[:1], ProofOptions("", timing=QUICK))
     with pytest.raises(ValueError, match="Give a model made from the first"):
         prove(net, two("encoder")[0], texts, ProofOptions("", timing=QUICK))

@@ -16,7 +16,8 @@ def read_texts() -> dict[str, list[str]]:
     """The texts of every key, in the order of the languages."""
     texts: dict[str, list[str]] = {}
     for path in sorted((SOURCES / "i18n").glob("texts_*.ts")):
-        lines = path.read_text(encoding="utf-8").splitlines()
+        code = re.sub(r'\[\n\s+(".*"),\n\s+(".*"),\n\s+\],', r"[\1, \2],", path.read_text(encoding="utf-8"))
+        lines = code.splitlines()
         begin = next(number for number, line in enumerate(lines) if line.startswith("export const"))
         for line in lines[begin + 1 : lines.index("} as const;")]:
             entry = ENTRY.match(line)

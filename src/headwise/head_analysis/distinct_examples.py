@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..errors import pluralise
 from .annotated_examples import Example
 
 
@@ -47,11 +48,10 @@ class DistinctExamples:
     def check_min_count(self, minimum: int = 2) -> None:
         """Raise ValueError if there were fewer than `minimum` distinct examples."""
         if self.num_distinct < minimum:
-            fact = f"cannot compute confidence intervals from {self.num_distinct} texts"
+            fact = f"cannot compute confidence intervals from {pluralise(self.num_distinct, 'text')}"
             if self.num_repeated:
-                raise ValueError(
-                    f"{fact} that differ ({self.num_repeated} repeat an earlier one); give different texts"
-                )
+                repeated = pluralise(self.num_repeated, "repetition")
+                raise ValueError(f"{fact} and {repeated} of earlier ones; give different texts")
             raise ValueError(f"{fact}; give at least two")
 
 

@@ -417,8 +417,7 @@ class ModuleQueries(NamedTuple):
     def has_same_tokens(self, other: ModuleQueries) -> bool:
         """True if the same queries are used again in the same call of the module."""
         is_same_call = self.forward is other.forward and self.num_call == other.num_call and self.site is other.site
-        q, other_q = self.q_BTHK, other.q_BTHK
-        return is_same_call and q.shape == other_q.shape and q.data_ptr() == other_q.data_ptr()
+        return is_same_call and self.q_BTHK.is_set_to(other.q_BTHK)
 
 
 class SiteHook:

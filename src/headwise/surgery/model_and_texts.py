@@ -13,6 +13,7 @@ from torch import nn
 
 from ..errors import SpecError
 from ..head_analysis.annotated_examples import Example
+from ..head_analysis.distinct_examples import DistinctExamples
 from ..head_analysis.text_analysis import read_texts, text_reader
 from ..hub.tokenizer_files import read_live_processor
 from ..inspect.model_inputs import check_is_module
@@ -72,18 +73,22 @@ def split_examples(
     """Split the examples in two, for the change of a model and for its proof; also return notes for the report.
 
     `uses` is what the change uses texts for; if that is nothing, the proof takes all examples. With fewer than
-    `min_count` examples, both are all of them.
+    `min_count` examples, both are all of them. Examples that repeat an earlier one are left out before, so that no text
+    is on both sides.
 
     >>> split_examples([], ["heads were aligned"])[2]
     ['heads were aligned with the 0 texts of the proof, because they are too few to split']
     """
+    distinct = DistinctExamples(examples)
+    examples = list(distinct)
     if not uses:
-        return examples, examples, []
-    if (count := len(examples)) < min_count:
-        reason = "because they are too few to split"
-        return examples, examples, [f"{use} with the {count} texts of the proof, {reason}" for use in uses]
+        return examples, examples, [*distinct.notes]
+    if len(examples) < min_count:
+        end = f"with the {len(examples)} texts of the proof, because they are too few to split"
+        return examples, examples, [*(f"{use} {end}" for use in uses), *distinct.notes]
     selection = examples[::2]
-    return selection, examples[1::2], [f"{use} with {len(selection)} texts that the proof does not use" for use in uses]
+    end = f"with {len(selection)} texts that the proof does not use"
+    return selection, examples[1::2], [*(f"{use} {end}" for use in uses), *distinct.notes]
 
 
 def save_result(

@@ -372,7 +372,7 @@ def prove(
     """
     distinct = DistinctExamples(texts)
     texts = list(distinct)
-    check_min_count(len(texts), "texts")
+    check_min_count(len(texts), "different texts")
     _check_comparable(before, after)
     with eval_mode(before), eval_mode(after):
         log(f"comparing {len(texts)} texts before and after")
