@@ -29,15 +29,12 @@ import torch
 
 import headwise
 from headwise import cli
-from headwise.data.tokenizer_calls import TokenizerProcess
-from headwise.errors import SpecError
 from headwise.files import write_atomically
 from support import bad_operands, hostile_requests
-from support.hostile_documents import PARSERS, TOKENIZERS
+from support.hostile_documents import PARSERS
 from support.hostile_runs import MANY, count_inputs, try_input
 
 Round = Callable[[int, int], Counter[str]]  # (inputs, seed) -> how many of each outcome
-KILLS = 20
 
 
 def parser_round(name: str) -> Round:
@@ -80,19 +77,6 @@ def job_round(count: int, seed: int) -> Counter[str]:
     return outcomes
 
 
-def api_round(count: int, seed: int) -> Counter[str]:
-    """Try requests for the server of completions."""
-    outcomes = Counter[str]()
-    with hostile_requests.api_client() as client:
-        count_inputs(
-            hostile_requests.api_requests(),
-            lambda request: outcomes.update([_outcome(hostile_requests.check_api_answer(client, request))]),
-            count,
-            seed,
-        )
-    return outcomes
-
-
 def command_round(command: str) -> Round:
     """Return a call that tries arguments of one command."""
 
@@ -116,7 +100,7 @@ def _outcome(status: int) -> str:
 def list_rounds() -> dict[str, Round]:
     """Return every parser, route and command by name."""
     rounds: dict[str, Round] = {name: parser_round(name) for name in PARSERS}
-    rounds |= {"HTTP: page": page_round, "HTTP: jobs of the page": job_round, "HTTP: completions": api_round}
+    rounds |= {"HTTP: page": page_round, "HTTP: jobs of the page": job_round}
     return rounds | {f"headwise {command}": command_round(command) for command in cli.COMMANDS}
 
 
@@ -136,29 +120,8 @@ def bad_operand_faults() -> tuple[int, list[str]]:
     return len(lines[1::2]), failures
 
 
-def tokenizer_faults() -> tuple[int, list[str]]:
-    """Kill the process of a tokenizer before every second text; return kills and texts that were not encoded after."""
-    process, failures = TokenizerProcess(json.dumps(TOKENIZERS[0])), list[str]()
-    for n in range(KILLS):
-        expected = process.encode("abab", True).ids
-        child = process._process
-        assert child is not None
-        child.kill()
-        child.wait()
-        try:
-            process.encode("abab", True)
-            failures.append(f"kill {n} was not noticed")
-        except SpecError:
-            pass
-        if process.encode("abab", True).ids != expected:
-            failures.append(f"other ids after kill {n}")
-    process.close()
-    return KILLS, failures
-
-
 FAULTS = {
     "operands of kernel operations that do not fit": bad_operand_faults,
-    "kills of the process of a tokenizer": tokenizer_faults,
 }
 
 # --- The run --------------------------------------------------------------------------------------------------

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import doctest
 import io
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -174,17 +172,6 @@ def run_headwise(line: str) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-def serve_until_its_address(line: str) -> None:
-    """Start `headwise serve ...` as a process, read its first line, and stop it."""
-    words = [sys.executable, "-m", *shlex.split(line), "--port", "0"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
-        try:
-            assert process.stdout is not None
-            assert re.search(r"http://127\.0\.0\.1:\d+/v1", process.stdout.readline())
-        finally:
-            process.terminate()
-
-
 def test_the_session_has_a_section_for_every_command():
     sections = re.split(r"^### (.+)\n", COMMANDS_PAGE, flags=re.MULTILINE)
     assert sorted(sections[1::2]) == sorted(cli.COMMANDS)
@@ -203,9 +190,6 @@ def test_every_command_of_the_session_runs(tmp_path: Path, monkeypatch: pytest.M
             assert set(block.splitlines()) <= set(printed.splitlines())
             continue
         for line in block.splitlines():
-            if line.startswith("headwise serve"):
-                serve_until_its_address(line)
-                continue
             code, printed, err = run_headwise(line)
             assert code == 0, f"{line}: {err}"
             assert printed, line

@@ -119,7 +119,6 @@ PRINTS = {
     "cli/command_parser.py": 2,
     "cli/exit_status.py": 1,
     "cli/run/answers.py": 1,
-    "data/tokenizer_worker.py": 1,
     "demo/translator.py": 2,
     "masking/patterns.py": 1,
     "progress.py": 2,

@@ -7,9 +7,9 @@ and `generate` are for whole models; `load`, `sites`, `ablate`, `heads` and `imp
 
 Packages of a layer: `spec`, `interfaces`, `parts` and `presets` describe it, `masking` and `cache` hold positions and
 past tokens, `nn` runs it through `backends`, `ops` and `kernels`, and `costs` counts it. Of models: `model_spec`,
-`families`, `models` and `hub`; `data`, `training`, `distributed` and `studies`; `generation`, `serving` and
-`api_server`. Of heads: `inspect`, `traces`, `head_analysis` and `surgery`. To look at and compare: `viewer`, `learn`,
-`demo`, `bench`, `part_checks` and `cli`. Helpers: `errors`, `escaping`, `files`, `output_paths`, `progress`,
+`families`, `models` and `hub`; `data`, `training`, `distributed` and `studies`; `generation` and `serving`. Of heads:
+`inspect`, `traces`, `head_analysis` and `surgery`. To look at and compare: `viewer`, `learn`, `demo`, `bench`,
+`part_checks` and `cli`. Helpers: `errors`, `escaping`, `files`, `output_paths`, `progress`,
 `size_limits`, `machine` and `translation`.
 
 >>> import headwise as hw

@@ -71,7 +71,6 @@ TRACE = "trace model --text one --out a.trace"
 # Of every command that reads a model: the arguments after its name that make a run, where MODEL is replaced.
 MODEL_COMMANDS = {
     "run": "run MODEL one",
-    "serve": "serve MODEL",
     "heads": f"heads MODEL {TEXTS}",
     "prune": f"prune MODEL {TEXTS} --keep 0.5 --out new",
     "prune --sweep": f"prune MODEL --sweep {TEXTS} --out new",
@@ -117,13 +116,6 @@ CASES = [
     ("run model --requests requests.jsonl --chunk 0", "--chunk 0 is too small"),
     ("run model --requests requests.jsonl --budget lots", "lots"),
     ("run model one --rows 3", "--rows applies to --requests only"),
-    # serve
-    ("serve model --port 70000", "--port 70000 is not a port"),
-    ("serve model --rows 0", "--rows 0 is too small"),
-    ("serve model --chunk -1", "--chunk -1 is too small"),
-    ("serve model --budget lots", "lots"),
-    ("serve model --tokenizer none.json", "there is no file 'none.json' for --tokenizer"),
-    ("serve texts.txt", "texts.txt is a file; give a folder with a model"),
     # sites
     ("sites nowhere", "there is no preset, file or folder 'nowhere'"),
     ("sites gqaa", "did you mean 'gqa'?"),

@@ -28,7 +28,6 @@ MINIMAL = {
     "train": ["recall", "--model", "MODEL", "--out", "out"],
     "study": ["study.toml"],
     "run": ["MODEL", "The sea"],
-    "serve": ["MODEL"],
     "sites": ["MODEL"],
     "heads": ["MODEL", "--data", "texts.txt"],
     "prune": ["MODEL", "--data", "texts.txt", "--out", "out", "--keep", "1"],

@@ -150,17 +150,6 @@ def test_log_probabilities_are_those_of_the_model(run: Run, speaker: Path, trans
     assert [score["logprob"] for score in answer["logprobs"]] == pytest.approx(expected, abs=1e-5)
 
 
-def test_outputs_match_what_is_asked_for(run: Run, speaker: Path, tmp_path: Path):
-    options = ["--max-new-tokens", 30, "--tokenizer", "bytes", "--temperature", 1, "--seed", 2]
-    assert run(speaker, "the", *options, "--regex", "(fox|dog)s?[0-9]")[1].strip()[:3] in ("fox", "dog")
-    (tmp_path / "schema.json").write_text('{"type": "array", "items": {"enum": [3, 5]}, "minItems": 2, "maxItems": 2}')
-    value = json.loads(run(speaker, "the", *options, "--json-schema", tmp_path / "schema.json")[1])
-    assert len(value) == 2
-    assert set(value) <= {3, 5}
-    code, _, err = run(speaker, "the", *options, "--regex", "a", "--json-schema", tmp_path / "schema.json")
-    assert (code, err) == (2, "headwise: --regex and --json-schema exclude each other; leave one out\n")
-
-
 def test_a_line_that_cannot_be_read_does_not_stop_the_others(run: Run, translator: Path):
     data = "\n".join([LINES[0], "<zh>3 Mai", LINES[1]]).encode() + b"\n\xff\r\n" + LINES[2].encode()
     code, out, err = run(translator, "--max-new-tokens", 9, stdin=data)

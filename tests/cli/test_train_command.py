@@ -191,7 +191,6 @@ def test_every_command_reads_a_spec_file_or_states_what_it_needs(
     texts = ["--data", "texts.txt"]
     for argv in (
         ["run", "layer.toml"],
-        ["serve", "layer.toml"],
         ["heads", "layer.toml", *texts],
         ["prune", "layer.toml", "--keep", "0.5", "--out", "x", *texts],
         ["prune", "layer.toml", "--sweep", "--out", "x", *texts],

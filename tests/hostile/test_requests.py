@@ -1,4 +1,4 @@
-"""Every route of the page and of the server answers hostile requests; every command refuses hostile arguments."""
+"""Every route of the page answers hostile requests; every command refuses hostile arguments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from starlette.testclient import TestClient
 
 from headwise import cli
 from headwise.viewer.server import ViewServer
@@ -21,12 +20,6 @@ def view() -> Iterator[ViewServer]:
     server = hostile_requests.open_page()
     yield server
     server.worker.close()
-
-
-@pytest.fixture(scope="module")
-def api() -> Iterator[TestClient]:
-    with hostile_requests.api_client() as client:
-        yield client
 
 
 @pytest.mark.parametrize("count", RUNS)
@@ -52,19 +45,6 @@ def test_jobs_of_the_page_end(view: ViewServer, count: int):
     )
     assert tried >= count
     assert states >= {"refused", "failed", "done"}
-
-
-@pytest.mark.parametrize("count", RUNS)
-def test_the_server_answers_hostile_requests(api: TestClient, count: int):
-    statuses = set[int]()
-    tried = count_inputs(
-        hostile_requests.api_requests(),
-        lambda request: statuses.add(hostile_requests.check_api_answer(api, request)),
-        count,
-        seed=count,
-    )
-    assert tried >= count
-    assert statuses >= {200, 400}
 
 
 @pytest.mark.parametrize("count", RUNS)

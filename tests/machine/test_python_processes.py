@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -86,7 +83,6 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "train": ("copy", "--out", "run", "--set", "recipe.compile=on", *RECIPE),
     "study": ("study.toml", "--jobs", "2", "--out", "study-out"),
     "run": (".", "the cat", "--max-new-tokens", "4"),
-    "serve": (".", "--port", "0"),
     "sites": (".",),
     "heads": (".", "--data", "texts.txt", "--out", "heads-out"),
     "prune": (".", "--keep", "0.5", "--data", "texts.txt", "--out", "pruned", *FAST),
@@ -112,22 +108,10 @@ def test_no_command_runs_code_of_the_working_folder(command: str, tmp_path: Path
     with subprocess.Popen(
         argv, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        if command == "serve":
-            assert process.stdout is not None
-            complete(process.stdout.readline().split()[1])
-            process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=1500)
     wait_for_processes(folder)
     assert [path.name for path in ran.iterdir()] == []
     assert process.returncode == 0, errors
-
-
-def complete(address: str) -> None:
-    """Ask a server for one completion."""
-    body = json.dumps({"prompt": "a cat", "max_tokens": 3}).encode()
-    request = urllib.request.Request(f"{address}/completions", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=200) as answer:
-        assert json.loads(answer.read())["choices"]
 
 
 def wait_for_processes(folder: Path) -> None:

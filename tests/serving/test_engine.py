@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import functools
 import mmap
@@ -297,30 +296,6 @@ def test_two_stacks_answer_together(form: str, sources: list[list[int]], way: hw
     streams = [engine.submit(source, max_new_tokens=6) for source in sources]
     assert [stream.result() for stream in streams] == [generated(net, source, max_new_tokens=6) for source in sources]
     assert engine.memory.used == 0
-
-
-def test_log_probabilities_of_translations_are_recorded_while_decoding():
-    """Against one float64 pass of the decoder over the whole output; requests without them record nothing."""
-    net = translator("seq")
-    engine = hw.Engine(net, budget=ROOMY)
-    sources = [[3, 4, 5], [6], [5, 4, 3, 6, 7]]
-    streams = [
-        engine.submit(one, max_new_tokens=6, top_logprobs=n) for one, n in zip(sources, (2, None, 0), strict=True)
-    ]
-    engine.run()
-    wide = copy.deepcopy(net).double()
-    for source, stream in zip(sources, streams, strict=True):
-        ids, logprobs = stream.ids, stream.logprobs
-        if stream is streams[1]:
-            assert logprobs == []
-            continue
-        with torch.no_grad():
-            logits = wide(torch.tensor([[1, 2, *ids]]), source=wide.encode(torch.tensor([source])))
-        expected = logits[0, 1:-1].log_softmax(-1)
-        assert [one.logprob for one in logprobs] == pytest.approx(expected[range(len(ids)), ids].tolist(), abs=1e-4)
-        likeliest = expected.topk(2).indices.tolist() if stream is streams[0] else [[]] * len(ids)
-        assert [list(one.top_ids) for one in logprobs] == likeliest
-    assert len(streams[0].ids) > 2
 
 
 def test_the_budget_holds_and_requests_wait_for_free_pages():

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 
 import headwise as hw
 from headwise import families, model_spec
-from headwise.api_server import request_fields
-from headwise.api_server.request_fields import ChatTemplate
 from headwise.cli.run import requests
 from headwise.data import images, open_data, tokenizer_calls
 from headwise.generation.text_output import ModelTokenizer
@@ -255,26 +253,9 @@ STUDIES = [
         "tasks": {"copy": {"threshold": 0.5, "symbols": 5, "block": 4, "gap": 2}},
     }
 ]  # fmt: skip
-COMPLETIONS = [
-    {"prompt": "Once", "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "n": 2, "seed": 1, "stop": ["a"]},
-    {"prompt": [[1, 2], [3]], "logprobs": 2, "echo": True, "stream": False},
-    {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}},
-    {"prompt": "a", "structured_outputs": {"regex": "[0-9]+"}},
-]
-CHATS = [
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "max_tokens": 3, "logprobs": True}
-]
 REQUESTS = [{"prompt": "ab", "max_new_tokens": 2, "temperature": 0.5, "seed": 3, "stop": ["x"]}]
 RECORDS = [json.loads((OLD_FILES / "models" / name / "heads.json").read_text()) for name in ("pruned", "latent")]
 PROCESSORS = [{"do_normalize": True, "image_mean": [0.5], "image_std": [0.5], "size": {"height": 4, "width": 4}}]
-TEMPLATES = [
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
-    "{{ messages[0]['content'] | upper }}",
-]
-
-
-def _render(text: str) -> object:
-    return ChatTemplate(text).render([request_fields.ChatMessage("user", "Hello")])
 
 
 def _decoded(seed: str) -> st.SearchStrategy[str]:
@@ -311,9 +292,6 @@ PARSERS: dict[str, Parser] = {
     "safetensors index": Parser(
         texts_of([{"metadata": {}, "weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}]), _read_index
     ),
-    "completion request": Parser(hostile_trees(COMPLETIONS), lambda tree: _read_fields(tree, "completion")),
-    "chat request": Parser(hostile_trees(CHATS), lambda tree: _read_fields(tree, "chat")),
-    "chat template": Parser(st.one_of([_decoded(text) for text in TEMPLATES]), _render),
     "request line": Parser(texts_of(REQUESTS), lambda text: requests._parse_request(text.encode("utf-8", "replace"))),
     "preprocessor_config.json": Parser(texts_of(PROCESSORS), reads_file("a.json", tokenizer_files.read_json)),
     "JSONL": Parser(texts_of([{"text": "a", "label": "b"}]), _read_jsonl),
@@ -322,10 +300,3 @@ PARSERS: dict[str, Parser] = {
     "idx": Parser(st.deferred(lambda: damaged_bytes(_array_bytes("idx"))), _read_image_array("idx")),
     "PNG": Parser(st.deferred(lambda: damaged_bytes(_png_bytes())), _read_picture),
 }
-
-
-def _read_fields(tree: Any, kind: str) -> object:
-    if not isinstance(tree, dict):
-        raise ValueError("the server refuses it before")
-    read = request_fields.read_completion_fields if kind == "completion" else request_fields.read_chat_fields
-    return read(tree)

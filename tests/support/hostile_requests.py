@@ -1,14 +1,12 @@
-"""Hostile requests for every route of the page and of the server, and hostile arguments for every command."""
+"""Hostile requests for every route of the page, and hostile arguments for every command."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import io
-import json
 import re
 import time
-from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -21,15 +19,12 @@ from starlette.testclient import TestClient
 
 import headwise as hw
 from headwise import cli
-from headwise.api_server.request_fields import ChatTemplate
-from headwise.api_server.server import ApiSecurity, ApiServer, ServedModel
 from headwise.cli.command_parser import CommandParser
 from headwise.hub.tokenizer_files import attach_tokenizer
 from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ALL_JOBS, ViewServer
 
-from .hostile_documents import CHATS, COMPLETIONS
 from .hostile_values import NUMBERS, TEXTS, texts_of, time_limit
 
 HOST, TOKEN = "127.0.0.1:8000", "a-secret"
@@ -125,57 +120,6 @@ def check_job(view: ViewServer, client: TestClient, body: bytes) -> str:
     error = job.events[-1].get("error", {})
     assert not re.match(r"[A-Z]\w*(Error|Exception)\b", error.get("fact", "")), (body, error)
     return job.state
-
-
-# --- The server of completions ------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def api_client() -> Iterator[TestClient]:
-    """Yield a client of a server with a small model, whose engine runs."""
-    net = hw.build(hw.families.read_model_spec(SMALL), seed=0).eval()
-    attach_tokenizer(net, "bytes")
-    template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    server = ApiServer(ServedModel("small", hw.Engine(net, budget=4_000_000), template))
-    app = ApiSecurity(server.app(), allowed_hosts("127.0.0.1", 8000), None)
-    try:
-        with (
-            server.model.engine.background_thread(),
-            TestClient(app, base_url=f"http://{HOST}", raise_server_exceptions=False) as client,
-        ):
-            yield client
-    finally:
-        server.close()
-        server.threads.shutdown(wait=True, cancel_futures=True)
-
-
-def api_requests() -> st.SearchStrategy[Request]:
-    """Draw requests for the routes of completions and chats."""
-    bodies = {"/v1/completions": texts_of(COMPLETIONS), "/v1/chat/completions": texts_of(CHATS)}
-    other = st.sampled_from(("/health", "/metrics", "/v1/models", "/v1/models/x", "/v1/completions", "/v1/other", "/"))
-    types = st.sampled_from(("application/json",) * 8 + ("text/plain", ""))
-
-    @st.composite
-    def draw_request(draw: st.DrawFn) -> Request:
-        if draw(st.integers(0, 9)) == 0:
-            return {"method": draw(st.sampled_from(("GET", "PUT", "DELETE", "POST"))), "url": draw(other)}
-        path = draw(st.sampled_from(list(bodies)))
-        content = draw(bodies[path]).encode("utf-8", "surrogatepass")
-        return {"method": "POST", "url": path, "content": content, "headers": {"content-type": draw(types)}}
-
-    return draw_request()
-
-
-def check_api_answer(client: TestClient, request: Request) -> int:
-    """Raise AssertionError if the server answers with an internal error, too late, or not in JSON."""
-    with time_limit(MAX_REQUEST_SECONDS):
-        answer = client.request(**request)
-    assert answer.status_code < 500, (request, answer.text[:500])
-    if answer.status_code >= 400:
-        message = json.loads(answer.text)["error"]["message"]
-        assert message
-        assert "\n" not in message
-    return answer.status_code
 
 
 # --- Commands -----------------------------------------------------------------------------------------------

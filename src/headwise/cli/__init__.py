@@ -1,6 +1,6 @@
 """The command line, `headwise COMMAND`: each command is one module, a thin layer over the library.
 
-The commands `demo`, `view`, `learn`, `train`, `study`, `heads`, `trace`, `prune`, `convert`, `serve` and `bench` are
+The commands `demo`, `view`, `learn`, `train`, `study`, `heads`, `trace`, `prune`, `convert` and `bench` are
 modules of these names; the packages `cost` and `run` hold the two largest, and `describe` the four that describe a
 layer or a model: `spec`, `walk`, `sites` and `why`.
 
@@ -41,7 +41,6 @@ COMMANDS = {
     "train": "train a model on a built-in task or your data",
     "study": "train variants on tasks over seeds; report which differences are real",
     "run": "run a trained model on a text, an image, or each line of stdin",
-    "serve": "a model behind the HTTP interface of OpenAI's completions",
     "sites": "every attention layer of a model and what it supports",
     "heads": "measure and classify every head of a model over texts",
     "prune": "remove heads: write a smaller model, with a proof",

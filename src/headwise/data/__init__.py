@@ -8,7 +8,7 @@
   `file_task`): `language_modelling` (plain text), `token_files` (token ids),
   `translation`, `jsonl`, `images` and `time_series`.
 - Helpers: `text_files` reads files, `vocabulary` tokenises, `tokenizer_calls` turns failures of the library into
-  errors and limits its time in a process that runs `tokenizer_worker`, `example_order` shuffles and splits.
+  errors, `example_order` shuffles and splits.
 """
 
 from .task import IGNORE_INDEX, SPLITS, Batch, MetricSums, Task

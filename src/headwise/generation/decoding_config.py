@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,9 +30,6 @@ class DecodingConfig:
     `length_penalty`; the length counts the end token (1609.08144 uses another formula). An output stops before any text
     or id in `stop`, and before any id in `end` (None: the end ids of `model.usage`; (): never).
 
-    `regex` is a regular expression that the whole output matches, `json_schema` a JSON schema, as JSON text, that the
-    output satisfies; "{}" is any JSON. They need the package llguidance.
-
     Only the last `window` tokens of a prompt are used, and an output that reaches the model's last position continues
     from its last `window` tokens. `compile` says whether decode steps are compiled: "on", "off", or "auto" to compile
     if the requested number of steps is expected to repay it.
@@ -52,8 +48,6 @@ class DecodingConfig:
     best: int = 1
     stop: tuple[str | int, ...] = ()
     end: tuple[int, ...] | None = None
-    regex: str | None = None
-    json_schema: str | None = None
     window: int | None = None
     compile: str = "off"
 
@@ -76,33 +70,11 @@ class DecodingConfig:
             _check_count(name, getattr(self, name) or 0, f"give {name}=1 for one output")
         if self.best > self.beams:
             raise SpecError(f"cannot return best={self.best} of beams={self.beams} beams; give beams={self.best}")
-        self._check_constraint()
         if self.compile not in COMPILE_MODES:
             raise SpecError(f"compile={self.compile!r} is unknown; {suggest(str(self.compile), COMPILE_MODES)}")
         object.__setattr__(self, "stop", _parse_stops(self.stop))
         if self.end is not None:
             object.__setattr__(self, "end", _parse_ids("end", self.end))
-
-    def _check_constraint(self) -> None:
-        """Raise SpecError for constraints that are not texts, or not alone."""
-        for name in ("regex", "json_schema"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                raise SpecError(f"{name} must be a text, got {value!r}; for a schema write json.dumps(schema)")
-        if self.regex is not None and self.json_schema is not None:
-            raise SpecError("regex and json_schema exclude each other; leave one out")
-        if self.json_schema is not None:
-            try:
-                is_schema = isinstance(json.loads(self.json_schema), (dict, bool))
-            except (ValueError, RecursionError):
-                is_schema = False
-            if not is_schema:
-                raise SpecError(f'json_schema={self.json_schema!r} is not a JSON object; give {{"type": "object"}}')
-
-    @property
-    def is_constrained(self) -> bool:
-        """Whether the output has to match a regular expression or a JSON schema."""
-        return self.regex is not None or self.json_schema is not None
 
     @property
     def filters(self) -> dict[str, float]:

@@ -24,7 +24,6 @@ from .decoding_state import (
     run_decode_steps,
     sample_tokens,
 )
-from .output_constraint import ConstrainedBeams
 from .text_output import Completion
 
 # --- Greedy decoding -----------------------------------------------------------------------------------
@@ -85,7 +84,6 @@ class BeamHypothesis(NamedTuple):
 
     value: float
     ids: tuple[int, ...]
-    is_valid: bool = True  # a finished one satisfies the constraint
 
 
 @dataclass
@@ -94,8 +92,7 @@ class BeamSearch:
 
     Each step ranks enough of the extensions by one token that `beams` remain active whatever ends. An extension that
     ends, or has `count` tokens, is finished if it is among the first `beams`; its score is its sum divided by
-    length ** length_penalty. Hypotheses that the token limit or a stop text ends before they satisfy the
-    constraint are last. The search ends when no active hypothesis can beat the `best` finished ones.
+    length ** length_penalty. The search ends when no active hypothesis can beat the `best` finished ones.
     """
 
     how: DecodingConfig
@@ -103,7 +100,6 @@ class BeamSearch:
     ends: frozenset[int]
     ended: IsFinished
     stream: RandomStream | None = None  # None ranks extensions, a stream samples them
-    constraint: ConstrainedBeams | None = None
     active: list[BeamHypothesis] = field(default_factory=lambda: [BeamHypothesis(0.0, ())])
     over: list[BeamHypothesis] = field(default_factory=list)
 
@@ -122,7 +118,7 @@ class BeamSearch:
                 break
             parent, token_id = divmod(place, sums.shape[1])
             answer = BeamHypothesis(value, (*before[parent].ids, token_id))
-            if is_last or self._has_ended(answer.ids):
+            if is_last or self.ended(answer.ids):
                 self._add_finished(answer, rank)
             elif len(self.active) < self.how.beams:
                 self.active.append(answer)
@@ -134,7 +130,7 @@ class BeamSearch:
     def _iter_extensions(self, sums: Tensor) -> Iterator[tuple[float, int]]:
         """Iterate over sums and indices of the extensions, best first: all of them, or a sample without replacement.
 
-        The first ones suffice if outputs end at end ids alone; a constraint or a stop text may end more.
+        The first ones suffice if outputs end at end ids alone; a stop text may end more.
         """
         count = min(max(2, 1 + len(self.ends)) * self.how.beams, len(sums))
         if self.stream is not None:
@@ -147,15 +143,11 @@ class BeamSearch:
             yield from zip(values.tolist(), places.tolist(), strict=True)
             sums[places] = NEG_INF
 
-    def _has_ended(self, ids: tuple[int, ...]) -> bool:
-        return self.ended(ids) or (self.constraint is not None and self.constraint.is_complete(ids))
-
     def _add_finished(self, answer: BeamHypothesis, rank: int) -> None:
         if rank < self.how.beams:
             score, ids = answer.value / len(answer.ids) ** self.how.length_penalty, answer.ids
-            is_valid = self.constraint is None or ids[-1] in self.ends or self.constraint.is_satisfied(ids)
-            finished = [*self.over, BeamHypothesis(score, ids, is_valid)]
-            self.over = sorted(finished, key=lambda one: (not one.is_valid, -one.value))[: self.how.beams]
+            finished = [*self.over, BeamHypothesis(score, ids)]
+            self.over = sorted(finished, key=lambda hypothesis: -hypothesis.value)[: self.how.beams]
 
     @property
     def _is_decided(self) -> bool:
@@ -164,7 +156,7 @@ class BeamSearch:
             return False
         last = self.over[self.how.best - 1]
         best_length = self.count if self.how.length_penalty > 0 else len(self.active[0].ids)
-        return self.active[0].value / best_length**self.how.length_penalty <= last.value and last.is_valid
+        return self.active[0].value / best_length**self.how.length_penalty <= last.value
 
 
 class BeamSampling(NamedTuple):
@@ -200,21 +192,17 @@ def run_beam_search(
     end_ids: frozenset[int],
     is_finished: IsFinished,
     sampling: BeamSampling | None = None,
-    constraint: ConstrainedBeams | None = None,
 ) -> list[list[BeamHypothesis]]:
     """Return the `best` finished hypotheses of each prompt, best first, with their end ids.
 
-    As in transformers, the repetition penalty, a constraint, the temperature and the filters of sampling apply to
+    As in transformers, the repetition penalty, the temperature and the filters of sampling apply to
     log-probabilities, which are not renormalised.
     """
     streams: Sequence[RandomStream | None] = [None] * len(state.rows) if sampling is None else sampling.streams
-    searches = [BeamSearch(config, state.count, end_ids, is_finished, stream, constraint) for stream in streams]
+    searches = [BeamSearch(config, state.count, end_ids, is_finished, stream) for stream in streams]
     while state.rows:
         logits = state.logits.to(torch.promote_types(state.logits.dtype, torch.float32))
         penalised = apply_repetition_penalty(logits.log_softmax(-1), state.texts, config.repetition)
-        if constraint is not None:
-            allowed = constraint.allowed_tokens([answer.ids for search in searches for answer in search.active])
-            penalised = penalised.masked_fill(~allowed.to(penalised.device), NEG_INF)
         if sampling is not None:
             penalised = filter_logits(penalised / sampling.temperature, config)
         index, ids, at = list[int](), list[int](), 0

@@ -25,7 +25,6 @@ from .decoding_state import (
     sample_tokens,
 )
 from .decoding_strategies import BeamHypothesis, BeamSampling, run_beam_search
-from .output_constraint import ConstrainedBeams, OutputConstraint, constrain_logits, load_grammar
 from .prompts import PromptBatch, parse_prompts, prepare_decoder_input
 from .text_output import Completion, IncrementalDetokenizer, load_tokenizers
 
@@ -162,7 +161,7 @@ class TextGenerator:
             state = self._start_decoding(prompts)
             if self.how.beams > 1:
                 return self._beam_search(state, prompts, streams)
-            for _ in run_decode_steps(state, self._make_chooser(state, streams, completions), completions, self.count):
+            for _ in run_decode_steps(state, self._make_chooser(state, streams), completions, self.count):
                 pass
         return [[_make_output(completion, prompts.kind)] for completion in completions]
 
@@ -174,7 +173,7 @@ class TextGenerator:
         return self._iter_pieces(
             completion,
             prompts.kind,
-            run_decode_steps(state, self._make_chooser(state, streams, [completion]), [completion], self.count),
+            run_decode_steps(state, self._make_chooser(state, streams), [completion], self.count),
         )
 
     def _iter_pieces(self, completion: Completion, kind: str, steps: Iterator[None]) -> Iterator[Any]:
@@ -195,13 +194,10 @@ class TextGenerator:
         self.on_compile_decision(state.choice)
         return state
 
-    def _make_chooser(
-        self, state: DecodingState, streams: Sequence[RandomStream], completions: Sequence[Completion]
-    ) -> TokenChooser:
+    def _make_chooser(self, state: DecodingState, streams: Sequence[RandomStream]) -> TokenChooser:
         """Return a function that picks the next tokens; each row samples from the stream of its prompt."""
 
         def choose(logits: Tensor, past: TokenHistory) -> list[int]:
-            logits = constrain_logits(logits, [completions[row] for row in state.rows], self.ends)
             row_streams = [streams[row] for row in state.rows] if streams else ()
             return sample_tokens(logits, past, temperature=self.temperature, config=self.how, streams=row_streams)
 
@@ -209,13 +205,11 @@ class TextGenerator:
 
     def answer(self, kind: str, prompt: list[int]) -> Completion:
         """Return an empty completion. For a prompt of ids, text is decoded only if there are stop texts."""
-        grammar = load_grammar(load_tokenizers(self.net)[1], self.how) if self.how.is_constrained else None
-        constraint = None if grammar is None else OutputConstraint(grammar)
         if kind == "ids" and not self.how.words:
-            return Completion(self.ends, constraint=constraint)
+            return Completion(self.ends)
         context_ids = prompt if self.net.spec.kind == "decoder" else ()
         detokenizer = IncrementalDetokenizer(load_tokenizers(self.net)[1], context_ids)
-        return Completion(self.ends, self.how.words, detokenizer, constraint)
+        return Completion(self.ends, self.how.words, detokenizer)
 
     def _beam_search(
         self, state: DecodingState, prompts: PromptBatch, streams: Sequence[RandomStream]
@@ -227,13 +221,7 @@ class TextGenerator:
             return ids[-1] in ends or (tokenizer is not None and any(stop in tokenizer.text(ids) for stop in stops))
 
         sampling = BeamSampling(self.temperature, streams) if self.temperature else None
-        constraint: ConstrainedBeams | None = None
-        if self.how.is_constrained:
-            grammar = load_grammar(load_tokenizers(self.net)[1], self.how)
-            constraint = ConstrainedBeams(grammar, ends, state.logits.shape[-1])
-        hypotheses = run_beam_search(state, self.how, ends, is_finished, sampling, constraint)
-        if constraint is not None:
-            constraint.check_found(hypotheses)
+        hypotheses = run_beam_search(state, self.how, ends, is_finished, sampling)
         return [
             [self._beam_output(hypothesis, prompts.kind, row) for hypothesis in best]
             for best, row in zip(hypotheses, prompts.rows, strict=True)

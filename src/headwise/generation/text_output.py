@@ -7,22 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from ..data.tokenizer_calls import (
-    MAX_SECONDS,
-    EncodedText,
-    TokenizerProcess,
-    decode_tokens,
-    encode_tokens,
-    is_bounded_decoder,
-    parse_tokenizer,
-)
+from ..data.tokenizer_calls import decode_tokens, encode_tokens, parse_tokenizer
 from ..errors import SpecError, UnknownToken
 from ..model_spec import ProcessorSpec
 from ..models.save_load import check_processor
@@ -30,6 +22,14 @@ from ..models.transformer import Transformer
 
 REPLACEMENT_CHAR = "\ufffd"  # what tokenizers print for an incomplete character
 MAX_PENDING_BYTES = 3  # most bytes that an incomplete UTF-8 character can have
+
+
+class EncodedText(NamedTuple):
+    """The ids of a text and their offsets, or begin and end of a character that has none."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    unknown: tuple[int, int] | None = None
 
 
 class ModelTokenizer:
@@ -41,8 +41,6 @@ class ModelTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._specials = specials
-        self._encoding_process: TokenizerProcess | None = None
-        self._decoding_process: TokenizerProcess | None = None
         self._unknown_id = _find_unknown_id(self._tokenizer, self.document["model"])
 
     @property
@@ -58,22 +56,9 @@ class ModelTokenizer:
         """Return the character offsets (start, stop) of each token of `ids`."""
         return self._encode(text, specials).offsets
 
-    def isolate(self, max_seconds: float = MAX_SECONDS) -> list[TokenizerProcess]:
-        """Encode texts in a process of its own from now on, each for up to `max_seconds`; close it at the end.
-
-        Ids are decoded in another one if the decoder is not bounded, so that they do not wait for a text.
-        """
-        processes = [TokenizerProcess(json.dumps(self.document), max_seconds)]
-        self._encoding_process = processes[0]
-        if not is_bounded_decoder(self.document.get("decoder")):
-            self._decoding_process = TokenizerProcess(json.dumps(self.document), max_seconds)
-            processes.append(self._decoding_process)
-        return processes
-
     def _encode(self, text: str, specials: str | None) -> EncodedText:
         specials_as_text = (specials or self._specials) == "text"
-        encode = self._encode_here if self._encoding_process is None else self._encoding_process.encode
-        encoded = encode(text, specials_as_text)
+        encoded = self._encode_here(text, specials_as_text)
         unknown = encoded.unknown
         if self._unknown_id in encoded.ids:
             unknown = encoded.offsets[encoded.ids.index(self._unknown_id)]
@@ -93,8 +78,6 @@ class ModelTokenizer:
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""
-        if self._decoding_process is not None:
-            return self._decoding_process.decode(ids)
         return decode_tokens(self._tokenizer, ids)
 
     def id(self, token: str) -> int | None:
@@ -208,29 +191,11 @@ def load_tokenizers(net: Transformer) -> tuple[ModelTokenizer, ModelTokenizer]:
 # --- the output for one prompt --------------------------------------------------------------------------
 
 
-class TokenConstraint(Protocol):
-    """Protocol of a constraint of an output: it takes tokens until it is complete."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing can follow."""
-        ...
-
-    def take(self, token_id: int) -> None:
-        """Advance by one token."""
-        ...
-
-    def allowed_tokens(self, end_ids: Collection[int], vocab_size: int) -> Tensor:
-        """Which ids may come next, as booleans."""
-        ...
-
-
 class Completion:
     """Collects the ids of one output until an end id arrives or the text contains a stop text.
 
     The end id and the stop text are not part of the output. Text that may still become a stop text is held back:
-    `take_new_ids` and `take_new_text` return what is new and final. Without a detokenizer there is no text. With a
-    constraint, the output is also over when nothing can follow.
+    `take_new_ids` and `take_new_text` return what is new and final. Without a detokenizer there is no text.
 
     >>> completion = Completion(end_ids={2})
     >>> for token_id in (5, 7, 2, 9):
@@ -244,11 +209,9 @@ class Completion:
         end_ids: Collection[int] = (),
         stop_texts: Sequence[str] = (),
         detokenizer: IncrementalDetokenizer | None = None,
-        constraint: TokenConstraint | None = None,
     ) -> None:
         self.ids: list[int] = []
         self.over = False
-        self.constraint = constraint
         self._end_ids, self._detokenizer = end_ids, detokenizer
         self._stops = [_StopMatcher(stop) for stop in stop_texts]
         self._searched = 0  # number of characters that the matchers have read
@@ -269,14 +232,10 @@ class Completion:
             self.close()
             return
         self.ids.append(token_id)
-        if self.constraint is not None:
-            self.constraint.take(token_id)
         if self._detokenizer is not None:
             self._detokenizer.append(token_id)
             self._text_lengths.append(len(self._detokenizer.text) if self._detokenizer.whole else -1)
             self._find_stop()
-        if self.constraint is not None and self.constraint.is_complete:
-            self.close()
 
     def close(self) -> None:
         """End the output."""
@@ -371,7 +330,7 @@ class TokenLogprob(NamedTuple):
 
     @staticmethod
     def of(logits_V: Tensor, token_id: int, num_top: int) -> TokenLogprob:
-        """Read from the logits that predict the token, before temperature, filters and constraints.
+        """Read from the logits that predict the token, before temperature and filters.
 
         >>> TokenLogprob.of(torch.tensor([0.5, 0.25, 0.25]).log(), 1, 1).top_ids
         [0]

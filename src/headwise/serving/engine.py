@@ -61,16 +61,13 @@ class Engine:
         temperature: float = 0.0,
         config: DecodingConfig = DEFAULT_DECODING,
         seed: int | Numbers | None = None,
-        top_logprobs: int | None = None,
     ) -> RequestStream:
         """Add a request for ids or text and return its stream. Callable from any thread.
 
         Requests that could never run are refused here. With a temperature above 0, tokens are sampled from stream 0 of
-        the seed, as `hw.generate` does for one prompt; `seed` may also be a `RandomStream` to sample from. With
-        `top_logprobs`, the stream has the log-probability of each token, and of so many of the likeliest in its place.
+        the seed, as `hw.generate` does for one prompt; `seed` may also be a `RandomStream` to sample from.
         """
         request = self._make_request(prompt, max_new_tokens, temperature, config, seed)
-        request.num_top = top_logprobs
         with self._condition:
             request.number, self._num_requests = self._num_requests, self._num_requests + 1
             self._waiting.append(request)

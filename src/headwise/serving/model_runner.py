@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..generation.decoding_state import sample_tokens
-from ..generation.text_output import TokenLogprob
 from ..models import Transformer
 from .kv_memory import KVMemory
 from .requests import ServingRequest, split_by_size, split_prefill
@@ -206,28 +205,14 @@ class ModelRunner:
             self.memory.pool.block_tables.publish_prefix(request.row, request.context)
         return [parts[n][0] for n in done], logits
 
-    def _constrain(self, request: ServingRequest, logits: Tensor) -> bool:
-        """Set the logits of tokens to -inf that a request does not allow; a request that allows none fails alone."""
-        if request.completion.constraint is not None:
-            try:
-                allowed = request.completion.constraint.allowed_tokens(request.end_ids, len(logits))
-            except ValueError as error:
-                request.fail(error)
-                return False
-            logits.masked_fill_(~allowed.to(logits.device), float("-inf"))
-        return True
-
     def _append_tokens(self, requests: Sequence[ServingRequest], logits: Tensor) -> None:
         """Choose and append the next token of each request; rows with equal options are sampled together."""
         groups: dict[object, list[int]] = defaultdict(list)
-        raw_logits = logits
-        if any(request.config.is_constrained for request in requests):
-            logits = logits.clone()
         broken = logits.amax(-1).isnan().tolist()  # a NaN is the maximum of its row
         for n, request in enumerate(requests):
             if broken[n]:
                 request.fail(ValueError("the model produced NaN logits; check its weights and the prompt"))
-            elif self._constrain(request, logits[n]):
+            else:
                 groups[request.temperature, request.config].append(n)
         for rows in groups.values():
             group = [requests[n] for n in rows]
@@ -236,9 +221,7 @@ class ModelRunner:
             temperature, how = group[0].temperature, group[0].config
             chosen = logits if len(rows) == len(logits) else logits[rows]  # without a copy if all rows are alike
             ids = sample_tokens(chosen, past, temperature=temperature, config=how, streams=numbers)
-            for n, request, token_id in zip(rows, group, ids, strict=True):
-                if request.num_top is not None:
-                    request.logprobs.append(TokenLogprob.of(raw_logits[n], token_id, request.num_top))
+            for request, token_id in zip(group, ids, strict=True):
                 try:
                     request.take(token_id)
                 except SpecError as error:  # the tokenizer failed on the text of this request

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..cache import PagedSequence
 from ..generation.decoding_config import DecodingConfig
-from ..generation.text_output import Completion, TokenLogprob
+from ..generation.text_output import Completion
 from ..ops.counter_rng import RandomStream as Numbers
 from .kv_memory import BatchingConfig, CacheSlot
 
@@ -68,8 +68,6 @@ class ServingRequest:
     cancelled: bool = False
     times_overtaken: int = 0
     place: CacheSlot | None = None
-    num_top: int | None = None  # likeliest tokens to record with each log-probability; None records nothing
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # of each output token, also of one that is taken back
     timing: RequestTiming = field(default_factory=lambda: RequestTiming(perf_counter()))
 
     @property
@@ -168,11 +166,6 @@ class RequestStream:
     def ids(self) -> list[int]:
         """All ids so far."""
         return list(self._request.emitted_ids)
-
-    @property
-    def logprobs(self) -> list[TokenLogprob]:
-        """The log-probabilities of all ids so far, if they were requested."""
-        return self._request.logprobs[: len(self._request.emitted_ids)]
 
     @property
     def text(self) -> str:

@@ -40,7 +40,6 @@ EXPERT_DECODING: dict[str, tuple[type, str, str]] = {
     "repetition": (float, "PENALTY", "penalty for tokens that were generated before; 1 is none (default: 1)"),
     "length-penalty": (float, "POWER", "divide the score of a beam by its length to this power (default: 1)"),
     "best": (int, "COUNT", "print this many of the beams, with their scores (default: 1)"),
-    "regex": (str, "PATTERN", "the whole output matches this regular expression"),
     "window": (int, "TOKENS", "use only the last tokens of the context (default: all)"),
     "compile": (str, "WHEN", "compile the decode step: off, on, or auto if it is faster (default: off)"),
 }
@@ -86,9 +85,6 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise UsageError(f"--best {args.best} is more than --beams {args.beams or 1}; give --beams {args.best}")
     check_choice("--compile", args.compile, COMPILE_MODES)
     check_input_file("--score", args.score)
-    check_input_file("--json-schema", args.json_schema)
-    if args.regex is not None and args.json_schema is not None:
-        raise UsageError("--regex and --json-schema exclude each other; leave one out")
     check_minimum("--logprobs", args.logprobs, 0)
     if args.logprobs is not None and args.requests is not None:
         raise UsageError("--logprobs does not support --requests; leave one out")
@@ -148,7 +144,6 @@ def _parser() -> CommandParser:
     add_json_argument(parser)
     expert = parser.add_expert_group("details of decoding")
     _add_decoding_options(expert, EXPERT_DECODING)
-    expert.add_argument("--json-schema", metavar="FILE", help="the output satisfies the JSON schema in this file")
     expert.add_argument(
         "--logprobs", type=int, metavar="K", help="print every token with its log-probability and the K likeliest"
     )

@@ -58,9 +58,8 @@ def answer(model: Transformer, args: argparse.Namespace) -> int:
 def parse_decoding(args: argparse.Namespace) -> DecodingConfig:
     """Return the decoding configuration that the options describe."""
     options = {name: getattr(args, name) for name in (option.replace("-", "_") for option in DECODING_OPTIONS)}
-    schema = None if args.json_schema is None else read_text_file(args.json_schema)
     chosen = {name: value for name, value in options.items() if value is not None}
-    return DecodingConfig(**chosen, stop=tuple(args.stop or ()), json_schema=schema)
+    return DecodingConfig(**chosen, stop=tuple(args.stop or ()))
 
 
 def parse_length(args: argparse.Namespace) -> int:
