@@ -50,12 +50,6 @@ TASK_NOTES = {
         "variants of softmax attention, for which the task is a negative control: all learn the training length, and "
         "none generalises parity far beyond it (2207.02098)",
     ),
-    "listops": TaskNotes(
-        {"arguments": 4, "shortest": 12, "longest": 20},
-        "full attention and local, linear or sparse attention: 36 % against 16 to 18 % in the table of 2011.04006, "
-        "without tuning. Later work ranked the variants differently",
-        "MHA, GQA and MQA",
-    ),
     "lookup2": TaskNotes(
         {"entities": 2, "attributes": 2, "values": 9, "direct": 1, "composed": 1},
         "possibly methods that compose heads: 2405.08553 suggests that models with fewer heads than attributes learn "

@@ -289,7 +289,10 @@ CASES = [
     ("train dates --out new --model model --steps 0", "--steps 0 is too small"),
     ("train dates --out new --model model --batch 0", "--batch 0 is too small"),
     ("train dates --out new --model model --lr 0", "--lr 0 is out of range"),
-    ("train dates --out new --model model --logger wandbb", "--logger 'wandbb' is unknown; did you mean 'wandb'?"),
+    (
+        "train dates --out new --model model --logger tensorbord",
+        "--logger 'tensorbord' is unknown; did you mean 'tensorboard'?",
+    ),
     ("train dates --out new --model model --set task.digit=3", "'dates' has no option 'digit'"),
     ("train dates --out new --model model --set recipe.lrr=3", "a recipe has no field 'lrr'"),
     # study

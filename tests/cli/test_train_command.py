@@ -111,7 +111,10 @@ def test_a_preset_takes_the_place_of_every_attention(preset: str):
         (["dates", "--out", "x", "--set", "recipe.lrr=3"], "a recipe has no field 'lrr'; did you mean 'lr'?"),
         (["dates", "--out", "x", "--model", "mqaa"], "there is no preset, file or folder 'mqaa'; did you mean 'mqa'?"),
         (["dates", "--out", "x", "--recipe", "none.toml"], "there is no file 'none.toml' for --recipe"),
-        (["dates", "--out", "x", "--logger", "wandbb"], "--logger 'wandbb' is unknown; did you mean 'wandb'?"),
+        (
+            ["dates", "--out", "x", "--logger", "tensorbord"],
+            "--logger 'tensorbord' is unknown; did you mean 'tensorboard'?",
+        ),
     ],
 )
 def test_bad_input_is_one_line(

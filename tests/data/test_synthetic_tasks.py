@@ -25,7 +25,6 @@ SMALL: dict[str, Task] = {
     "markov": make_task("markov", symbols=3, length=19),
     "group": make_task("group", group="S3", length=7),
     "lookup2": make_task("lookup2", entities=3, attributes=2, values=5, direct=2, composed=3),
-    "listops": make_task("listops", arguments=4, shortest=5, longest=37),
     "graph": make_task("graph", nodes=13, chords=3, sources=4, reach=2),
     "dates": make_task("dates"),
 }
@@ -40,7 +39,6 @@ PINNED = {
     "markov": ("1d14d693", "70cad9d3"),
     "group": ("52f90e12", "6b37e0e4"),
     "lookup2": ("76488bce", "962106ef"),
-    "listops": ("0b678ba2", "7ede2cec"),
     "graph": ("9b561ad5", "4edc46bf"),
     "dates": ("6e89939b", "5806e80a"),
 }
@@ -276,10 +274,6 @@ def test_default_models_fit_their_tasks(name: str):
         ("lookup2", {"entities": 1}, "use 2 or more"),
         ("lookup2", {"entities": 2, "attributes": 1, "values": 20, "direct": 1}, "use more entities"),
         ("lookup2", {"values": 10**6}, "use at most 65536"),
-        ("listops", {"shortest": 40, "longest": 20}, "use shortest=20 or less"),
-        ("listops", {"depth": 3, "arguments": 3, "shortest": 15}, "use a wider range"),
-        ("listops", {"depth": 100}, "use at most 32"),
-        ("listops", {"arguments": 1}, "use 2 or more"),
         ("graph", {"sources": 32}, "use at most 31"),
         ("graph", {"nodes": 8, "sources": 2, "chords": 0}, "use more nodes or sources"),
         ("graph", {"chords": 10**6}, "use at most 464"),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter, deque
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise, product
-from math import log, prod
+from math import log
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from sympy.combinatorics.named_groups import AlternatingGroup, SymmetricGroup
 
 from headwise.data import IGNORE_INDEX, Batch, Task, make_task
 from headwise.data.algorithmic_tasks import make_multiplication_table
-from headwise.data.listops import SYMBOLS, ListOps, tree_length_distribution
 
 Row = tuple[list[int], list[int]]
 
@@ -292,107 +290,6 @@ def test_lookup2_distinguishes_its_questions():
         (15, 15),
         (0, 20),
     )
-
-
-# --- listops -------------------------------------------------------------------------------------------
-
-
-def value(words: list[str]) -> int:
-    """The value of a text, read with a stack."""
-    stack: list[list] = [[]]
-    for word in words:
-        if word.startswith("["):
-            stack.append([word])
-        elif word == "]":
-            kind, *args = stack.pop()
-            assert args
-            stack[-1].append(
-                {"[MIN": min, "[MAX": max, "[MED": lambda v: int(statistics.median(v)), "[SM": lambda v: sum(v) % 10}[
-                    kind
-                ](args)
-            )
-        else:
-            stack[-1].append(int(word))
-    (root,) = stack
-    (result,) = root
-    return result
-
-
-def test_the_evaluator_reproduces_published_values():
-    """As the sources of the Arena give them."""
-    texts = {"[MAX 2 9 [MIN 4 7 ] 0 ]": 9, "[SM 8 7 6 ]": 1, "[MED 1 2 5 8 ]": 3}
-    assert {text: value(text.split()) for text in texts} == texts
-
-
-@pytest.mark.parametrize(
-    "one",
-    [
-        make_task("listops"),
-        make_task("listops", depth=7, arguments=3, shortest=20, longest=60),
-        ListOps.long_range_arena(),
-    ],
-)
-def test_listops_wants_the_value(one: ListOps):
-    count = 8 if one.longest > 1000 else 150
-    batch = one.batch(0, count)
-    for n, (live, gold) in enumerate(zip(live_of(batch), batch.gold, strict=True)):
-        first, *words = one.text(batch.x[n][live].tolist()).split()
-        assert first == "="
-        assert batch.labels[n] == value(words)
-        assert one.shortest <= len(words) <= one.longest
-        depth, open_at, parents = 0, [0], [0]
-        for t, word in enumerate(words, 1):
-            if word == "]":
-                parents.append(open_at.pop())
-                continue
-            parents.append(open_at[-1])
-            depth = max(depth, len(open_at))
-            open_at += [t] if word.startswith("[") else []
-        assert gold.depth == depth <= one.depth
-        assert gold.parents == tuple(parents)
-
-
-def grown(random: np.random.Generator, depth: int, arguments: int) -> list[str]:
-    """A tree as the Arena's generator draws it, by recursion."""
-    if depth == 1 or random.random() > 0.25:
-        return [str(random.integers(10))]
-    count, kind = random.integers(2, arguments + 1), random.integers(4)
-    inside = [word for _ in range(count) for word in grown(random, depth - 1, arguments)]
-    return [SYMBOLS[11 + kind], *inside, "]"]
-
-
-def test_listops_draws_as_the_arena_does():
-    """Length, operators, digits and values beside trees that were drawn one by one."""
-    one = make_task("listops", depth=4, arguments=5, shortest=8, longest=40)
-    random, plain = np.random.default_rng(0), []
-    while len(plain) < 1500:
-        tree = grown(random, 4, 5)
-        plain += [tree] if 8 <= len(tree) <= 40 else []
-    batch = one.batch(0, 1500)
-    ours = [one.text(row[live].tolist()).split()[1:] for row, live in zip(batch.x, live_of(batch), strict=True)]
-    for of in (
-        len,
-        value,
-        lambda t: t.count("]"),
-        lambda t: t.count("[MED"),
-        lambda t: t.count("7"),
-        lambda t: len(t) > 15,
-    ):
-        first, second = ([float(of(tree)) for tree in trees] for trees in (plain, ours))
-        error = ((statistics.variance(first) + statistics.variance(second)) / 1500) ** 0.5
-        assert abs(statistics.mean(first) - statistics.mean(second)) < 4 * error
-
-
-def test_the_length_of_trees_has_the_computed_distribution():
-    """Three levels of at most three arguments, by listing what each node can be."""
-    two = {1: Fraction(3, 4), 4: Fraction(1, 8), 5: Fraction(1, 8)}
-    three = Counter({1: Fraction(3, 4)})
-    for count in (2, 3):
-        for sizes in product(two, repeat=count):
-            three[2 + sum(sizes)] += Fraction(1, 8) * prod(two[size] for size in sizes)
-    found = tree_length_distribution(3, 3, 20)
-    np.testing.assert_allclose(found, [float(three[n]) for n in range(21)], atol=1e-15)
-    assert sum(found) == pytest.approx(1)
 
 
 # --- graph ---------------------------------------------------------------------------------------------

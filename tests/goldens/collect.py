@@ -76,46 +76,67 @@ def preset_answers() -> dict[str, Any]:
 
 # --- Commands ---------------------------------------------------------------------------------------------------
 
-SMALL = "--data texts.txt"
-COMMANDS = {
-    "spec": ["spec gqa", "spec mla --set heads.q=16", "spec gpt2.json"],
-    "cost": [
-        "cost mha gqa mla moh dcmha --model 512 --heads 8 --context 1024",
-        "cost gqa --operations --generate 64", "cost gpt2.json --context 32 --generate 8", "cost llama-3-8b gpt-oss-20b",
-        "cost gqa mla --match kv", "cost mha linear --crossovers", "cost mha --complexity", "cost gqa --terms",
-        "cost gpt2.json --activations --context 32", "cost gpt2.json --optimiser zero", "cost gqa --memory-fit",
-        "cost deepseek-v3 --batch 4 --context 4096 --dtype fp8", "cost gpt2.json --layer 1.attention",
-    ],
-    "walk": ["walk mha --model 8 --heads 2", "walk gqa --model 8 --heads 2 --ops"],
-    "why": ["why gqa", "why longformer", "why moh", "why mla --tokens one --when paged"],
-    "sites": ["sites gpt2", "sites bert", "sites t5"],
-    "heads": [
-        f"heads gpt2 {SMALL}", f"heads llama {SMALL} --redundancy --spectra --collapse",
-        f"heads gpt2 {SMALL} --importance michel", f"heads gpt2 {SMALL} --importance leave-one-out",
-        f"heads llama {SMALL} --importance shapley --seed 1", f"heads gpt2 {SMALL} --circuits --criteria clark",
-        f"heads bert {SMALL} --criteria voita", f"heads gpt2 {SMALL} --random-baseline",
-        "heads gpt2 --text 'the cat sat on the mat'",
-        "heads gpt2 --text 'the cat sat' --show norms", "heads gpt2 --text 'the cat' --show rollout",
-        "heads gpt2 --text 'the cat sat' --show logits",
-        "heads gpt2 --text 'the cat sat' --compare-text 'the dog sat'",
-    ],
-    "prune": [
-        f"prune llama {SMALL} --keep 0.5 --seconds 0.05 --out o1", f"prune gpt2 {SMALL} --heads 0:1 1:0,2 --seconds 0.05 --out o2",
-        f"prune gpt2 {SMALL} --keep 0.5 --per model --by michel --fold mean --seconds 0.05 --out o3",
-        f"prune gpt2 {SMALL} --budget parameters=0.9 --seconds 0.05 --out o4", f"prune bert {SMALL} --keep 0.5 --seconds 0.05 --out o5",
-        f"prune gpt2 {SMALL} --clusters --seconds 0.05 --out o6", f"prune t5 {SMALL} --keep 0.5 --seconds 0.05 --out o7",
-    ],
-    "convert": [
-        f"convert gpt2 {SMALL} --kv 2 --seconds 0.05 --out c1", f"convert gpt2 {SMALL} --kv 2 --align --seconds 0.05 --out c2",
-        f"convert llama {SMALL} --to mha --seconds 0.05 --out c3", f"convert gpt2 {SMALL} --to latent --seconds 0.05 --out c4",
-        f"convert gpt2 {SMALL} --to routed=1,2 --seconds 0.05 --out c5", f"convert gpt2 {SMALL} --to collaborative=24 --seconds 0.05 --out c6",
-        f"convert gpt2 {SMALL} --kv 2 --grouping similar --seconds 0.05 --out c7",
-    ],
-    "trace": ["trace gpt2 --text 'the cat sat' --out a.trace"],
-    "run": ["run llama 'the cat' --max-new-tokens 5", "run llama 'the cat' --max-new-tokens 4 --beams 3"],
-    "train": ["train copy --steps 6 --model gqa --seed 1 --out t1"],
-    "learn": ["learn --list", "learn 003-2.2", "learn 000-1.2.2b"],
-}  # fmt: skip
+COMMANDS = """
+spec gqa
+spec mla --set heads.q=16
+spec gpt2.json
+cost mha gqa mla moh dcmha --model 512 --heads 8 --context 1024
+cost gqa --operations --generate 64
+cost gpt2.json --context 32 --generate 8
+cost llama-3-8b gpt-oss-20b
+cost gqa mla --match kv
+cost mha linear --crossovers
+cost mha --complexity
+cost gqa --terms
+cost gpt2.json --activations --context 32
+cost gpt2.json --optimiser zero
+cost gqa --memory-fit
+cost deepseek-v3 --batch 4 --context 4096 --dtype fp8
+cost gpt2.json --layer 1.attention
+walk mha --model 8 --heads 2
+walk gqa --model 8 --heads 2 --ops
+why gqa
+why longformer
+why moh
+why mla --tokens one --when paged
+sites gpt2
+sites bert
+sites t5
+heads gpt2 --data texts.txt
+heads llama --data texts.txt --redundancy --spectra --collapse
+heads gpt2 --data texts.txt --importance michel
+heads gpt2 --data texts.txt --importance leave-one-out
+heads llama --data texts.txt --importance shapley --seed 1
+heads gpt2 --data texts.txt --circuits --criteria clark
+heads bert --data texts.txt --criteria voita
+heads gpt2 --data texts.txt --random-baseline
+heads gpt2 --text 'the cat sat on the mat'
+heads gpt2 --text 'the cat sat' --show norms
+heads gpt2 --text 'the cat sat' --show rollout
+heads gpt2 --text 'the cat sat' --show logits
+heads gpt2 --text 'the cat sat' --compare-text 'the dog sat'
+prune llama --data texts.txt --keep 0.5 --seconds 0.05 --out o1
+prune gpt2 --data texts.txt --heads 0:1 1:0,2 --seconds 0.05 --out o2
+prune gpt2 --data texts.txt --keep 0.5 --per model --by michel --fold mean --seconds 0.05 --out o3
+prune gpt2 --data texts.txt --budget parameters=0.9 --seconds 0.05 --out o4
+prune bert --data texts.txt --keep 0.5 --seconds 0.05 --out o5
+prune gpt2 --data texts.txt --clusters --seconds 0.05 --out o6
+prune t5 --data texts.txt --keep 0.5 --seconds 0.05 --out o7
+convert gpt2 --data texts.txt --kv 2 --seconds 0.05 --out c1
+convert gpt2 --data texts.txt --kv 2 --align --seconds 0.05 --out c2
+convert llama --data texts.txt --to mha --seconds 0.05 --out c3
+convert gpt2 --data texts.txt --to latent --seconds 0.05 --out c4
+convert gpt2 --data texts.txt --to routed=1,2 --seconds 0.05 --out c5
+convert gpt2 --data texts.txt --to collaborative=24 --seconds 0.05 --out c6
+convert gpt2 --data texts.txt --kv 2 --grouping similar --seconds 0.05 --out c7
+trace gpt2 --text 'the cat sat' --out a.trace
+run llama 'the cat' --max-new-tokens 5
+run llama 'the cat' --max-new-tokens 4 --beams 3
+train copy --steps 6 --model gqa --seed 1 --out t1
+learn --list
+learn 003-2.2
+learn 000-1.2.2b
+"""
 GPT2 = {
     "n_embd": 24,
     "n_head": 4,
@@ -191,7 +212,7 @@ def command_answers() -> dict[str, Any]:
     """Return the answers of all commands in a new folder."""
     with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
         write_inputs(Path(name))
-        return {line: steady(command_answer(line)) for lines in COMMANDS.values() for line in lines}
+        return {line: steady(command_answer(line)) for line in COMMANDS.strip().splitlines()}
 
 
 def steady(value: Any, name: str = "") -> Any:

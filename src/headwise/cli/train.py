@@ -215,7 +215,7 @@ def _parser() -> CommandParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="also log to tensorboard, mlflow, wandb or trackio; repeatable",
+        help="also log to tensorboard",
     )
     return parser
 

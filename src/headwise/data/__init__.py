@@ -3,7 +3,7 @@
 - `task`: the interface `Task`, `Batch` and packed batches; `task_registry` finds tasks by name (`make_task`)
   or path (`open_data`).
 - Synthetic tasks, generated in code (base class in `synthetic_task`): `algorithmic_tasks`,
-  `recall_tasks` (also Markov chains), `listops`, `date_translation`.
+  `recall_tasks` (also Markov chains), `date_translation`.
 - Tasks over files (base classes, also of classification, in
   `file_task`): `language_modelling` (plain text), `token_files` (token ids),
   `translation`, `jsonl`, `images` and `time_series`.

@@ -15,7 +15,6 @@ from .file_task import FileTask
 from .images import ImageClassification, read_npz
 from .jsonl import JsonlTask
 from .language_modelling import STDLIB, TextTask
-from .listops import ListOps
 from .recall_tasks import AssociativeRecall, MarkovChains, TwoKeyLookup
 from .task import Task
 from .text_files import existing_path, find_splits, list_files
@@ -34,7 +33,6 @@ TASKS: dict[str, type[Task]] = {
     "group": GroupProduct,
     "images": ImageClassification,
     "jsonl": JsonlTask,
-    "listops": ListOps,
     "lookup2": TwoKeyLookup,
     "markov": MarkovChains,
     "parallel": ParallelTextTask,

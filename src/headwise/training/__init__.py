@@ -7,7 +7,7 @@
 - `train_step`: one optimisation step: its batch, loss and gradients; `optimisers`: AdamW, Muon and SGD.
 - `autotune`: measures which precision, attention, row layout and compilation is fastest.
 - `evaluation`: `evaluate`, metrics on held-out data at several lengths, and of generated answers; sample texts.
-- `loggers`: progress on the console, metrics.jsonl, TensorBoard, MLflow, W&B and Trackio; `learning_curves`: the
+- `loggers`: progress on the console, metrics.jsonl and TensorBoard; `learning_curves`: the
   pictures of a run.
 """
 

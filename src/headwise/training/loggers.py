@@ -1,4 +1,4 @@
-"""Loggers of training runs: the protocol `MetricLogger`, metrics.jsonl, the console and experiment trackers."""
+"""Loggers of training runs: the protocol `MetricLogger`, metrics.jsonl, the console and TensorBoard."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def flatten_numbers(record: Record) -> dict[str, float]:
-    """The numbers of a record under names such as "evaluation/loss", which every tracker accepts.
+    """The numbers of a record under names such as "evaluation/loss".
 
     >>> flatten_numbers({"event": "evaluation", "step": 3, "metrics": {"loss": 0.5}, "at": "noon"})
     {'evaluation/loss': 0.5}
@@ -119,53 +119,7 @@ class TensorBoardLogger:
         self._writer.close()
 
 
-class MLflowLogger:
-    """Logs to MLflow, at the tracking URI of its own settings."""
-
-    def __init__(self) -> None:
-        self._mlflow = import_optional("mlflow", "mlflow-skinny")
-
-    def open(self, folder: Path, config: Record) -> None:
-        """Start a run with the task and the recipe as its parameters."""
-        self._mlflow.start_run(run_name=folder.name)
-        self._mlflow.log_params({"task": config["task"]["name"], **config["recipe"]})
-
-    def write(self, record: Record) -> None:
-        """Log all numbers of a record."""
-        if metrics := flatten_numbers(record):
-            self._mlflow.log_metrics(metrics, step=record.get("step", 0))
-
-    def close(self) -> None:
-        """End the run."""
-        self._mlflow.end_run()
-
-
-class TrackerLogger:
-    """Logs to W&B, or to a package with the same interface."""
-
-    def __init__(self, name: str) -> None:
-        self._package = import_optional(name, name)
-
-    def open(self, folder: Path, config: Record) -> None:
-        """Start a run with the configuration of the training run."""
-        self._package.init(project="headwise", name=folder.name, config=dict(config))
-
-    def write(self, record: Record) -> None:
-        """Log all numbers of a record."""
-        if metrics := flatten_numbers(record):
-            self._package.log(metrics, step=record.get("step", 0))
-
-    def close(self) -> None:
-        """End the run."""
-        self._package.finish()
-
-
-LOGGERS = {
-    "tensorboard": TensorBoardLogger,
-    "mlflow": MLflowLogger,
-    "wandb": lambda: TrackerLogger("wandb"),
-    "trackio": lambda: TrackerLogger("trackio"),
-}
+LOGGERS = {"tensorboard": TensorBoardLogger}
 
 
 def create_logger(name: str) -> MetricLogger:

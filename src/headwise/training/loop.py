@@ -187,8 +187,7 @@ def train(
     "with-changes" also lets the recipe change from the next step on, for example to more steps or another learning
     rate; "never" raises SpecError if `out` holds a run.
 
-    `loggers` receive all records: "tensorboard", "mlflow", "wandb", "trackio", or objects of your own with the methods
-    of `MetricLogger`.
+    `loggers` receive all records: "tensorboard", or objects of your own with the methods of `MetricLogger`.
 
     A run on the CPU that was killed at any moment and resumed ends with the same bits as an uninterrupted one.
     """
