@@ -26,9 +26,6 @@ from headwise.data.translation import (
 )
 from headwise.data.vocabulary import train_bpe
 from headwise.errors import SpecError
-from headwise.training import Recipe
-from headwise.training.run_setup import build_config, rename_old_keys
-from headwise.training.training_run import describe_first_difference
 
 SOURCES = [f"{n} " + " ".join(["red", "small", "houses"] * (1 + n * 37 % 5)) for n in range(83)]
 TARGETS = [source.upper()[::-1] for source in SOURCES]
@@ -192,19 +189,6 @@ def test_a_split_far_from_its_share_is_refused():
         ParallelCorpus.of(pairs, (0.05, 0.05), {})
     splits = ParallelCorpus.of(pairs, (0.05, 0.05), {}, split_by="sources").splits
     assert {name: len(rows) for name, rows in splits.items()} == {"train": 899, "valid": 50, "test": 50}
-
-
-def test_runs_of_earlier_versions_keep_their_split(path: str):
-    configs = {
-        rule: build_config(task, task.model(), Recipe(), task.batch(0, 4, "train"))
-        for rule in ("sentences", "sources")
-        for task in [make_task(path, split_by=rule)]
-    }
-    earlier = {**configs["sources"], "task": {**configs["sources"]["task"]}}
-    del earlier["task"]["split_by"]
-    assert describe_first_difference(rename_old_keys(earlier), configs["sources"]) is None
-    difference = describe_first_difference(rename_old_keys(earlier), configs["sentences"])
-    assert difference == "task.split_by was 'sources', is now 'sentences'"
 
 
 def test_a_split_does_not_depend_on_the_order_of_lines(path: str, tmp_path: Path):

@@ -32,7 +32,7 @@ from headwise.training import recipe
 
 from .hostile_values import damaged_bytes, hostile_trees, texts_of, to_toml_text
 
-OLD_FILES = Path(__file__).resolve().parent.parent / "old_files"
+SEEDS = Path(__file__).resolve().parent.parent / "hostile" / "seeds"
 GPT2 = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
 
 
@@ -109,7 +109,7 @@ CONFIGS = [
 
 
 def _manifest_seeds() -> list[Any]:
-    return [tomllib.loads((OLD_FILES / "models" / name / "headwise.toml").read_text()) for name in ("decoder", "gated")]
+    return [tomllib.loads((SEEDS / f"{name}.headwise.toml").read_text()) for name in ("decoder", "gated")]
 
 
 def _read_config(tree: Any) -> object:
@@ -118,7 +118,7 @@ def _read_config(tree: Any) -> object:
 
 # --- Traces -------------------------------------------------------------------------------------------------
 
-TRACE = OLD_FILES / "traces" / "generated.trace"
+TRACE = SEEDS / "generated.trace"
 
 
 @functools.cache
@@ -254,7 +254,7 @@ STUDIES = [
     }
 ]  # fmt: skip
 REQUESTS = [{"prompt": "ab", "max_new_tokens": 2, "temperature": 0.5, "seed": 3, "stop": ["x"]}]
-RECORDS = [json.loads((OLD_FILES / "models" / name / "heads.json").read_text()) for name in ("pruned", "latent")]
+RECORDS = [json.loads((SEEDS / f"{name}.heads.json").read_text()) for name in ("pruned", "latent")]
 PROCESSORS = [{"do_normalize": True, "image_mean": [0.5], "image_std": [0.5], "size": {"height": 4, "width": 4}}]
 
 

@@ -77,17 +77,6 @@ ADAPTER_OF_SUFFIX = {
 }
 
 
-def complete_old_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the task of a run, with those that earlier versions lacked, as these versions behaved.
-
-    >>> complete_old_fields({"name": "parallel", "path": "pairs.tsv"})["split_by"]
-    'sources'
-    """
-    if entries["name"] == "parallel" or entries.get("source_field"):
-        return {"split_by": "sources", **entries}
-    return {"split_by": "sentences", **entries} if entries["name"] == "jsonl" else dict(entries)
-
-
 def open_data(source: str, options: Mapping[str, Any] | None = None) -> FileTask:
     """Task over the data that `source` names: "stdlib", a file, a folder, or two aligned files joined by a comma.
 

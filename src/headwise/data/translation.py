@@ -433,7 +433,7 @@ class ParallelTextTask(FileTask):
 
     `path` is two aligned files (source, target), or one file whose tab-separated `columns`, counted from 1, hold source
     and target. `valid` and `test` are shares of the pairs, or files of the same kind as `path`. No sentence of either
-    side is trained on and held out; with `split_by="sources"`, the rule of earlier versions, only source sentences are
+    side is trained on and held out; with `split_by="sources"`, only source sentences are
     kept apart. The other fields are described in `TranslationOptions`.
 
     >>> ParallelTextTask(("train.de", "train.en"), valid=("val.de",))

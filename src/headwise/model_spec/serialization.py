@@ -92,14 +92,10 @@ def _read_value(where: str, value: Any, kind: Any, defaults: SpecDefaults) -> An
     return value
 
 
-OLD_FIELD_NAMES = {"still": "constant_sublayers"}  # of the first files
-
-
 def _read_node(where: str, table: dict[str, Any], kinds: list[type], defaults: SpecDefaults) -> Any:
     """Build an object of the first of these classes that has all fields of the table."""
     if not kinds:
         raise SpecError(f"{where} = {table!r} is a table; give a plain value")
-    table = {OLD_FIELD_NAMES.get(name, name): value for name, value in table.items()}
     fitting = [kind for kind in kinds if set(table) <= {f.name for f in fields(kind)}]
     if not fitting:
         field_names = {f.name for kind in kinds for f in fields(kind)}
@@ -224,15 +220,6 @@ def _read_checksum(row: Any, where: str) -> tuple[str, str]:
 RECORD_FILE = "heads.json"
 RECORD_FORMAT = 1  # version of the file format; readers refuse other versions
 RECORD_KINDS = ("ours", "transformers", "resized")
-# Keys of records that were written before these were renamed: of the file, and of its table of the change.
-OLD_RECORD_KEYS = {"done": "change", "besides": "unused_tensors"}
-OLD_CHANGE_KEYS = {
-    "done": "operation",
-    "there": "head_counts",
-    "why": "reason",
-    "way": "conversion",
-    "missed": "pooling_errors",
-}
 
 
 class SurgeryRecord(NamedTuple):
@@ -260,7 +247,7 @@ class SurgeryRecord(NamedTuple):
         except OSError as error:
             raise SpecError(f"cannot read {path}: {error}; copy the folder again") from None
         document = parse_json(str(path), text, "copy the folder again")
-        table = _update_record_keys(cast("dict[str, Any]", document)) if isinstance(document, dict) else {}
+        table = cast("dict[str, Any]", document) if isinstance(document, dict) else {}
         if table.get("format") != RECORD_FORMAT:
             raise SpecError(f"{path} has format = {table.get('format')!r}; this version reads format = {RECORD_FORMAT}")
         if table.get("kind") not in RECORD_KINDS:
@@ -286,22 +273,6 @@ def _read_table(path: Path, table: Mapping[str, Any], name: str) -> dict[str, An
     if not isinstance(value, dict):
         raise SpecError(f"{path}: {name} = {value!r} is not a table; copy the folder again")
     return cast("dict[str, Any]", value)
-
-
-def _update_record_keys(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document of a heads.json file with the present keys.
-
-    >>> _update_record_keys({"format": 1, "done": {"done": "prune", "why": "as planned"}})
-    {'format': 1, 'change': {'operation': 'prune', 'reason': 'as planned'}}
-    """
-    table = {OLD_RECORD_KEYS.get(key, key): value for key, value in document.items()}
-    change = document.get("done")
-    if isinstance(change, dict):
-        values = cast("dict[str, Any]", change)
-        table["change"] = {OLD_CHANGE_KEYS.get(key, key): value for key, value in values.items()}
-        if values.get("done") == "share":
-            table["change"]["operation"] = "convert"
-    return table
 
 
 def find_record(folder: Path) -> SurgeryRecord | None:

@@ -15,7 +15,6 @@ from .attention_spec import SLOTS, AttentionSpec
 from .heads import HEAD_MAPS, Heads
 
 # Names that head maps had in the first files.
-OLD_HEAD_MAPS = {"reads": "kv_head_of_query", "values": "value_heads", "speaks": "score_head_of_output"}
 
 
 def to_dict(spec: AttentionSpec) -> dict[str, Any]:
@@ -121,7 +120,6 @@ def _field_value(where: str, value: Any) -> Any:
 
 
 def _heads(table: dict[str, Any]) -> Heads:
-    table = {OLD_HEAD_MAPS.get(name, name): value for name, value in table.items()}
     _check_keys("heads", table, [f.name for f in fields(Heads)])
     if missing := [name for name in ("q", "dim") if name not in table]:
         raise SpecError(f"heads lack {missing[0]}; add {missing[0]} = ...")

@@ -432,33 +432,7 @@ class PruneToBudget(HeadSelection):
         return PruningPlan.of(net.spec, search.keep, reason, search.notes)
 
 
-# Keys of state files of pruning to a budget, and names in their selection, from before they were renamed.
 STATE_FILE = FileKind("state of a pruning", (b'{"model": ',))
-OLD_STATE_KEYS = {"asked": "selection", "gone": "removed_units"}
-OLD_STATE_NAMES = {
-    "Until(": "PruneToBudget(",
-    "budget=Budget(": "budget=PruningBudget(",
-    " by=By(": " ranking=HeadRanking(",
-    " sample=": " num_examples=",
-    ", budget=": ", max_seconds=",
-    " normalised=": " normalisation=",
-    " again=": " rescore_every=",
-    " least=": " min_units=",
-    " state=": " state_path=",
-    " pace=Pace(": " timing=TimingOptions(",
-}
-
-
-def _update_selection_key(key: str) -> str:
-    """Return the key of a selection with the present names of its fields.
-
-    >>> _update_selection_key("Until(budget=Budget(kind='cache', limit=0.5), again=None, least=0)")
-    "PruneToBudget(budget=PruningBudget(kind='cache', limit=0.5), rescore_every=None, min_units=0)"
-    """
-    if key.startswith("Until("):
-        for old, new in OLD_STATE_NAMES.items():
-            key = key.replace(old, new)
-    return key
 
 
 class _BudgetSearch:
@@ -548,11 +522,10 @@ class _BudgetSearch:
         if path is None or not check_output(path, STATE_FILE, "continue").is_file():
             return
         try:
-            values = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
-            state = {OLD_STATE_KEYS.get(key, key): value for key, value in values.items()}
-            fingerprint, selection_key = state["model"], _update_selection_key(state["selection"])
+            state = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
+            fingerprint, selection_key = state["model"], state["selection"]
             removed = [HeadUnit(site, tuple(heads)) for site, heads in state["removed_units"]]
-            notes = [str(note) for note in state.get("notes", ())]  # files of earlier versions have none
+            notes = [str(note) for note in state["notes"]]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SpecError(f"cannot resume from {path}: {error}. Delete the file to start again") from None
         if (

@@ -23,9 +23,6 @@ from .record_types import Record
 SCHEMA_VERSION = 1
 DOCUMENT_KEY, CHECKSUM_KEY = "headwise.trace", "sha256"
 STORAGE_DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "U8": np.dtype("u1"), "I32": np.dtype("<i4")}
-# Keys that fields of records had in the first files, with their names of today.
-OLD_LAYER_KEYS = {"reads": "kv_head_of_query", "asks": "query_stream", "told": "key_stream"}
-OLD_CALL_KEYS = {"asked": "first_query_row"}
 HEADER_LENGTH_BYTES = 8  # size of the field that stores the length of the header
 TENSOR_AXES = {"q": 4, "k": 4, "v": 4, "z": 4, "weights": 4, "sinks": 1, "places": 1}
 REMEDY = "trace again"
@@ -270,7 +267,6 @@ def _mask_from_record(record: Record, values: Array) -> PackedMask:
 def _layer_from_record(
     record: Record, number: int, arrays: Mapping[str, Array], grids: Sequence[PackedMask]
 ) -> AttentionRecord:
-    record = Record(record.where, _rename_keys(record.values, OLD_LAYER_KEYS), REMEDY)
     record.check_fields((*LAYER_FIELDS, "calls"))
     layer = AttentionRecord(
         **{name: record.read_text(name) for name in ("name", "stack", "kind", "path", "query_stream", "key_stream")},
@@ -288,7 +284,6 @@ def _layer_from_record(
 
 
 def _call_from_record(record: Record) -> AttentionCallRecord:
-    record = Record(record.where, _rename_keys(record.values, OLD_CALL_KEYS), REMEDY)
     record.check_fields(CALL_FIELDS)
     (query, end_query), (key, end_key) = (
         record.read_ints(name, 0, MAX_TRACE_TOKENS, length=2) for name in ("queries", "keys")
@@ -309,10 +304,6 @@ def _call_from_record(record: Record) -> AttentionCallRecord:
         first_query_row=record.read_int("first_query_row", 0, MAX_TRACE_TOKENS, 0),
         places=record.read_optional_int("places"),
     )
-
-
-def _rename_keys(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    return {names.get(name, name): value for name, value in values.items()}
 
 
 def _check_tensors(record: Record, layer: AttentionRecord) -> None:

@@ -289,45 +289,13 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     return values | lists | {"aux_losses": dict(recipe.aux_losses)}
 
 
-# Names that fields and choices had in the first recipes and checkpoints.
-OLD_FIELD_NAMES = {
-    "floor": "min_lr_ratio",
-    "decays": "decayed_parameters",
-    "smoothing": "label_smoothing",
-    "terms": "aux_losses",
-    "start": "init",
-    "spread": "parallelism",
-}
-# Fields that recipes of earlier versions lack, with the values that say what those versions did.
-VALUES_BEFORE_FIELDS: Mapping[str, Any] = {
-    "redraw_features": 0,
-    "schedule_start": 0,
-    "optimiser": "adamw",
-    "momentum": 0.95,
-    "sample_every": 0,
-    "sample_prompts": [],
-    "sample_tokens": 64,
-}
-OLD_CHOICES = {("decayed_parameters", "maps"): "non-embeddings"}
-
-
-def rename_old_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a recipe under the names of today.
-
-    >>> rename_old_fields({"steps": 3, "floor": 0.1, "decays": "maps"})
-    {'steps': 3, 'min_lr_ratio': 0.1, 'decayed_parameters': 'non-embeddings'}
-    """
-    renamed = {OLD_FIELD_NAMES.get(name, name): value for name, value in entries.items()}
-    return renamed | {name: new for (name, old), new in OLD_CHOICES.items() if renamed.get(name) == old}
-
-
 def from_dict(entries: Mapping[str, Any], defaults: Recipe | None = None) -> Recipe:
     """Recipe from plain values; fields that are missing are taken from `defaults`.
 
     >>> from_dict({"steps": 3, "aux_losses": {"balance": 0.01}}).aux_losses
     (('balance', 0.01),)
     """
-    entries, field_names = rename_old_fields(entries), [f.name for f in fields(Recipe)]
+    field_names = [f.name for f in fields(Recipe)]
     for name in entries:
         if name not in field_names:
             raise SpecError(f"a recipe has no field {name!r}; {suggest(name, field_names)}")

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ..data import Batch, Task
-from ..data.task_registry import complete_old_fields
 from ..distributed import Parallelism, ProcessInfo
 from ..distributed.ranks import ProcessMesh, check_same_config, fingerprint_code
 from ..distributed.sharded_model import check_partition, shard_model
@@ -29,7 +28,6 @@ from ..model_spec import (
     PositionSpec,
     ProcessorSpec,
     StackSpec,
-    from_dict as spec_from_dict,
     to_dict as spec_to_dict,
 )
 from ..models import Transformer, build
@@ -40,10 +38,8 @@ from .evaluation import check_samples
 from .recipe import (
     CHANGEABLE_FIELDS,
     FIELDS_WITHOUT_EFFECT,
-    VALUES_BEFORE_FIELDS,
     Recipe,
     from_dict,
-    rename_old_fields,
     to_dict,
 )
 from .train_step import StepOptions, TrainStep, check_batch, check_model, has_same_vocabulary
@@ -114,7 +110,7 @@ def read_run_recipe(folder: Path | str) -> Recipe | None:
     for path in CheckpointFolder(Path(folder) / CHECKPOINT_FOLDER).paths:
         state = read_checkpoint_state(path)
         if state is not None:
-            return from_dict({**VALUES_BEFORE_FIELDS, **rename_old_fields(state["config"]["recipe"])})
+            return from_dict(state["config"]["recipe"])
     return None
 
 
@@ -325,8 +321,7 @@ class TrainingSetup:
 
         A change is saved at once. It starts the patience of early stopping anew.
         """
-        old_config = rename_old_keys(checkpoint.state["config"])
-        change = find_changes(checkpoint.step, old_config, self.config, resume, self.folder)
+        change = find_changes(checkpoint.step, checkpoint.state["config"], self.config, resume, self.folder)
         run = self._make_run(self._make_model(), StepOptions(**checkpoint.state["choice"]))
         run.restore(checkpoint)
         if change is not None:
@@ -449,14 +444,6 @@ def describe_environment(run: TrainingRun) -> dict[str, Any]:
         "parallelism": str(run.world.parallelism),
         "parameters": sum(p.numel() for p in run.net.parameters() if p.requires_grad),
     }
-
-
-def rename_old_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a checkpoint with the names and fields of today in its task, recipe and model spec."""
-    model = spec_to_dict(spec_from_dict(config["model"]))
-    recipe = {**VALUES_BEFORE_FIELDS, **rename_old_fields(config["recipe"])}
-    task = complete_old_fields(config["task"])
-    return {**config, "task": task, "recipe": recipe, "model": json.loads(json.dumps(model, default=str))}
 
 
 def omit_model(config: Mapping[str, Any]) -> dict[str, Any]:

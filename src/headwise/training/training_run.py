@@ -457,7 +457,7 @@ class TrainingRun:
         )
         self.progress = RunProgress(**checkpoint.state["progress"])
         self._earlier_seconds = self.progress.seconds
-        self.history = list(checkpoint.state.get("history", []))  # absent from checkpoints of earlier versions
+        self.history = list(checkpoint.state["history"])
         self._restore_rng(checkpoint.tensors_of_kind("random"))
 
     def _gather_on_leader(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
