@@ -112,7 +112,6 @@ def test_pages_on_a_terminal(is_terminal: bool, capsys: pytest.CaptureFixture[st
 # printed elsewhere: a drawing of a mask, lines of progress, parts of a text, JSON, help texts, a script, and answers to
 # a process.
 PRINTS = {
-    "api_server/chat_template_worker.py": 1,
     "cli/__init__.py": 5,
     "cli/arguments.py": 2,
     "cli/bench.py": 1,
